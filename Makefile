@@ -1,0 +1,66 @@
+# pdserve: `make serve` runs a cluster on this machine, `make test` runs every test. Both set up .venv first.
+#
+#   make serve MODEL=... PORT=8000 PREFILL_NODES=1 DECODE_NODES=1 REDIS_URL=redis://... ARGS="--api-key ..."
+
+PYTHON ?= python3
+TORCH_VERSION := 2.13.0
+# pip arguments for torch alone, such as the index of its CPU wheels.
+TORCH_PIP_ARGS ?=
+ARGS ?=
+
+VENV := .venv
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check
+PACKAGES := pdserve router prefill_node decode_node kv_transfer engine kernels
+PYTEST_ARGS ?=
+
+export MODEL PORT PREFILL_NODES DECODE_NODES REDIS_URL
+SERVE_FLAGS = $(if $(MODEL),"$$MODEL") $(if $(PORT),--port "$$PORT") \
+	$(if $(PREFILL_NODES),--prefill-nodes "$$PREFILL_NODES") $(if $(DECODE_NODES),--decode-nodes "$$DECODE_NODES")
+
+.PHONY: serve test check format proto clean install install-test
+.DEFAULT_GOAL := serve
+
+# exec: Ctrl-C and SIGTERM then reach pdserve itself, which drains.
+serve: $(VENV)/.installed
+	@exec $(VENV)/bin/pdserve serve $(SERVE_FLAGS) $(ARGS)
+
+test: $(VENV)/.installed-test check
+	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+# Style, types, the floors, and that the generated protocol code is what its sources say.
+check: $(VENV)/.installed-test
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+	$(VENV)/bin/python deploy/generate_proto.py --check
+
+format: $(VENV)/.installed-test
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+proto: $(VENV)/.installed-test
+	$(VENV)/bin/python deploy/generate_proto.py
+
+install: $(VENV)/.installed
+install-test: $(VENV)/.installed-test
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "pdserve needs Python 3.11 or newer, and $(PYTHON) is older; pass PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip' || \
+		{ echo "$(PYTHON) cannot make virtual environments; install its venv package (python3-venv)." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+# A stamp is newer than pyproject.toml when what that names is installed; pip runs only when it is not.
+$(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
+	$(PIP) install --quiet $(TORCH_PIP_ARGS) torch==$(TORCH_VERSION)
+	$(PIP) install --quiet --editable .
+	@touch $@
+
+$(VENV)/.installed-test: pyproject.toml $(VENV)/.installed
+	$(PIP) install --quiet --editable '.[test]'
+	@touch $@

@@ -1,0 +1,1 @@
+"""Decode node: KV blocks in, tokens out."""

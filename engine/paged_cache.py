@@ -1,0 +1,109 @@
+"""Where transformers' models meet the paged pool: their cache writes into slots, their attention reads the pool.
+
+Importing this module registers the attention function under ATTENTION_NAME; models loaded with that name build no
+attention masks at all. Everything about one forward pass travels in its PagedCache, which is passed twice: as `cache`
+(models write K and V through it) and as the keyword `paged_cache` (models hand it on to the attention function).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.modeling_utils import AttentionInterface
+
+from engine.forward_batch import ForwardBatch
+from kernels import ops
+
+ATTENTION_NAME = "pdserve_paged"
+
+_HARMLESS = frozenset(
+    {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits"}
+)
+"""Keywords that reach the attention function and change nothing here."""
+
+
+class UnsupportedModel(Exception):
+    """The model asks the cache or the attention for something that they do not do. Found by the smoke test at start."""
+
+
+class PagedCache:
+    """One forward pass over a batch. Made for it, used once, in one thread; lends the pool, owns nothing.
+
+    Args:
+        pool: `[num_blocks, num_layers, 2, kv_heads, block_size, head_dim]`.
+        batch: what is computed.
+        on_layer: called with the index of each layer whose K and V have been written, before its attention.
+    """
+
+    def __init__(self, pool: torch.Tensor, batch: ForwardBatch, *, on_layer: Callable[[int], None] | None) -> None:
+        self.plan = ops.PagedPlan(
+            pool,
+            slots=batch.slots,
+            query_starts=batch.query_start_list,
+            context_lens=batch.context_len_list,
+            block_tables=batch.block_tables,
+        )
+        self._expected = (1, pool.shape[3], batch.num_tokens, pool.shape[5])
+        self._num_layers = pool.shape[1]
+        self._on_layer = on_layer
+        self.num_written = 0
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Called by each attention layer, in order, with the new tokens' `[1, kv_heads, T, head_dim]`; returns them."""
+        if layer_idx != self.num_written or layer_idx >= self._num_layers:
+            raise UnsupportedModel(f"layer {layer_idx} writes K/V out of turn")
+        for name, states in (("keys", key_states), ("values", value_states)):
+            if states.shape != self._expected:
+                raise UnsupportedModel(
+                    f"{name} of layer {layer_idx} are {list(states.shape)}, not {list(self._expected)}"
+                )
+        ops.write_kv(self.plan, layer_idx, key_states[0], value_states[0])
+        self.num_written += 1
+        if self._on_layer is not None:
+            self._on_layer(layer_idx)
+        return key_states, value_states
+
+
+def paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    paged_cache: PagedCache | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers' models call: `[1, heads, T, head_dim]` in, `[1, T, heads, head_dim]` out."""
+    if paged_cache is None:
+        raise UnsupportedModel("the model does not hand `paged_cache` on to its attention")
+    for name, argument in kwargs.items():
+        if argument is not None and argument is not False and name not in _HARMLESS:
+            raise UnsupportedModel(f"attention with {name} is not supported")
+    if attention_mask is not None or dropout != 0.0 or not getattr(module, "is_causal", True):
+        raise UnsupportedModel("only plain causal attention is supported, without masks of the model's own")
+    layer = paged_cache.num_written - 1
+    if getattr(module, "layer_idx", None) != layer:
+        raise UnsupportedModel("layers that share the K/V of another layer are not supported")
+    attended = ops.paged_attention(
+        paged_cache.plan,
+        layer,
+        query[0],
+        key[0],
+        value[0],
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window,
+        softcap=softcap,
+    )
+    return attended[None], None
+
+
+AttentionInterface.register(ATTENTION_NAME, paged_attention)

@@ -1,0 +1,1 @@
+"""Everything that computes on the device; `kernels.ops` is the only door."""

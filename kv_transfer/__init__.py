@@ -1,0 +1,1 @@
+"""Moving and finding KV blocks: hand-off state machine, transports, Redis directory."""

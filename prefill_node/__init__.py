@@ -1,0 +1,1 @@
+"""Prefill node: prompts in, KV blocks and the first token out."""

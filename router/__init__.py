@@ -1,0 +1,1 @@
+"""The front door: HTTP and gRPC in, admission, choice of nodes, failover."""

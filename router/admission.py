@@ -1,0 +1,145 @@
+"""Who may come in: what can never fit is refused for good, what does not fit now is told when to come back.
+
+Counts sequences and waiting prompt tokens of requests in flight. Knows no nodes; capacity is passed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from types import TracebackType
+
+from engine.errors import InvalidRequest, Overloaded
+from router.decay import RateEstimate
+from router.generation import GenerationRequest, ModelLimits
+
+SHORTEST_RETRY_S = 1.0
+LONGEST_RETRY_S = 60.0
+UNKNOWN_RETRY_S = 5.0
+
+
+class Outcome(Enum):
+    """How an admitted request ended; exactly one of these, once."""
+
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class Ticket:
+    """One admitted request. Frees its places when closed; closing twice is harmless."""
+
+    __slots__ = ("_admission", "_is_open", "_num_sequences", "_waiting_tokens")
+
+    def __init__(self, admission: Admission, num_sequences: int, waiting_tokens: int) -> None:
+        self._admission = admission
+        self._num_sequences = num_sequences
+        self._waiting_tokens = waiting_tokens
+        self._is_open = True
+
+    def first_token(self) -> None:
+        """The prompt waits no longer."""
+        self._admission._waiting_tokens -= self._waiting_tokens
+        self._waiting_tokens = 0
+
+    def close(self, outcome: Outcome) -> None:
+        """The request ended."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self.first_token()
+        self._admission._leave(self._num_sequences, outcome)
+
+    def __enter__(self) -> Ticket:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(Outcome.FINISHED if error is None else Outcome.FAILED)
+
+
+class Admission:
+    """The books of requests in flight at this router."""
+
+    def __init__(
+        self,
+        *,
+        max_waiting_sequences: int,
+        max_waiting_tokens: int,
+        clock: Callable[[], float],
+        rate_half_life_s: float = 20.0,
+    ) -> None:
+        self._max_waiting_sequences = max_waiting_sequences
+        self._max_waiting_tokens = max_waiting_tokens
+        self._clock = clock
+        self._completions = RateEstimate(rate_half_life_s)
+        self._waiting_tokens = 0
+        self.requests = 0
+        self.sequences = 0
+        self.admitted = 0
+        self.refused = 0
+        self.outcomes = dict.fromkeys(Outcome, 0)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Prompt tokens of requests without a first token yet."""
+        return self._waiting_tokens
+
+    def admit(self, request: GenerationRequest, *, capacity: int) -> Ticket:
+        """Raises Overloaded. `capacity`: sequences that the ready decode nodes run at once."""
+        limit = capacity + self._max_waiting_sequences
+        excess = self.sequences + request.num_sequences - limit
+        if excess > 0 and self.sequences > 0:
+            raise self._overloaded("too many requests are in flight", "queue_full", excess)
+        prompt_tokens = len(request.prompt_token_ids)
+        if self._waiting_tokens > 0 and self._waiting_tokens + prompt_tokens > self._max_waiting_tokens:
+            raise self._overloaded("too many prompt tokens are waiting", "tokens_full", request.num_sequences)
+        self.requests += 1
+        self.sequences += request.num_sequences
+        self.admitted += 1
+        self._waiting_tokens += prompt_tokens
+        return Ticket(self, request.num_sequences, prompt_tokens)
+
+    def retry_after_s(self, sequences: int = 1) -> float:
+        """Seconds until that many sequences will have ended, at the rate observed of late."""
+        rate = self._completions.per_second(self._clock())
+        if rate is None or rate <= 0.0:
+            return UNKNOWN_RETRY_S
+        return min(LONGEST_RETRY_S, max(SHORTEST_RETRY_S, sequences / rate))
+
+    def check_invariants(self) -> None:
+        """Books agree with each other; called by tests and on close."""
+        assert self.requests >= 0 and self.sequences >= 0 and self._waiting_tokens >= 0
+        assert self.admitted == self.requests + sum(self.outcomes.values())
+
+    def _overloaded(self, message: str, reason: str, sequences: int) -> Overloaded:
+        self.refused += 1
+        return Overloaded(message, retry_after_s=self.retry_after_s(sequences), reason=reason)
+
+    def _leave(self, num_sequences: int, outcome: Outcome) -> None:
+        self.requests -= 1
+        self.sequences -= num_sequences
+        self.outcomes[outcome] += 1
+        # A cancelled request frees its places as well, so it counts towards how fast places become free.
+        self._completions.add(num_sequences, self._clock())
+        self.check_invariants()
+
+
+def check_fits(request: GenerationRequest, limits: ModelLimits) -> None:
+    """Raise InvalidRequest when no decode node could ever hold prompt and output."""
+    total = len(request.prompt_token_ids) + request.sampling.max_tokens
+    if total > limits.max_model_len:
+        raise InvalidRequest(
+            f"prompt and max_tokens are {total} tokens, more than the {limits.max_model_len} of the model's context",
+            param="max_tokens",
+            reason="context_length_exceeded",
+        )
+    blocks = -(-total // limits.block_size)
+    if blocks > limits.max_request_blocks:
+        room = limits.max_request_blocks * limits.block_size
+        raise InvalidRequest(
+            f"prompt and max_tokens are {total} tokens, more than the {room} that a decode node can hold",
+            param="max_tokens",
+            reason="pool_too_small",
+        )

@@ -1,0 +1,114 @@
+"""The cluster side's Prometheus metrics, read from the live books whenever somebody scrapes.
+
+vLLM's names where the meaning is the same; prefix-cache tokens and requests are on the API side's own metrics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from router.node import NodeHealth
+
+if TYPE_CHECKING:
+    from router.dispatch import RouterCluster
+
+COUNTER_HELP = {
+    "attempts": "Attempts started on decode nodes.",
+    "retries": "Attempts that replace one which a node refused or failed.",
+    "failovers": "Attempts that replace one whose node was lost.",
+    "retries_denied": "Retries the cluster-wide budget did not allow.",
+    "late_updates": "Updates from nodes about work that had ended here, ignored.",
+    "nodes_lost": "Connections to nodes that broke or fell silent.",
+    "nodes_stalled": "Times a node was heard but made no progress.",
+    "directory_lookups": "Prefix lookups asked of the directory.",
+    "directory_hits": "Prefix lookups that found anything.",
+    "directory_errors": "Directory lookups and polls that failed or came too late.",
+    "prefix_tokens_queried": "Prompt tokens whose cache hits became known, by the nodes' word.",
+    "prefix_tokens_hit": "Those of them that were found in a prefix cache.",
+}
+
+
+class ClusterCollector(Collector):
+    """Register on a CollectorRegistry; `collect` must run on the loop's thread."""
+
+    def __init__(self, cluster: RouterCluster, *, model_name: str, clock: Callable[[], float]) -> None:
+        self._cluster = cluster
+        self._model_name = model_name
+        self._clock = clock
+
+    def collect(self) -> Iterator[Metric]:
+        """One family at a time."""
+        yield from self._node_families()
+        yield from self._router_families()
+
+    def describe(self) -> list[Metric]:
+        """Nothing, so that registering does not collect."""
+        return []
+
+    def _node_families(self) -> Iterator[Metric]:
+        labels = ("model_name", "node_id", "role")
+        running = GaugeMetricFamily("vllm:num_requests_running", "Sequences in the node's steps.", labels=labels)
+        waiting = GaugeMetricFamily("vllm:num_requests_waiting", "Sequences waiting on the node.", labels=labels)
+        usage = GaugeMetricFamily(
+            "vllm:kv_cache_usage_perc", "Share of the node's blocks in use; 1 is all.", labels=labels
+        )
+        transfers = CounterMetricFamily(
+            "pdserve_transfers", "Transfers of KV blocks, by what became of them.", labels=(*labels, "outcome")
+        )
+        failures = CounterMetricFamily(
+            "pdserve_handoff_failures", "Hand-offs that failed, by reason.", labels=(*labels, "reason")
+        )
+        kv_bytes = CounterMetricFamily(
+            "pdserve_kv_transfer_bytes", "Bytes of KV sent (prefill) or received (decode).", labels=labels
+        )
+        local = CounterMetricFamily("pdserve_local_prefills", "Prompts computed by a decode node.", labels=labels)
+        preemptions = CounterMetricFamily("vllm:num_preemptions", "Preemptions.", labels=labels)
+        in_flight = GaugeMetricFamily("pdserve_node_in_flight", "Work of this router on the node.", labels=labels)
+        state = GaugeMetricFamily("pdserve_node_state", "1 for the state a node is in.", labels=(*labels, "state"))
+        now = self._clock()
+        for node in self._cluster.registry.nodes():
+            values = (self._model_name, node.node_id, node.role)
+            health = node.health(now)
+            for each in NodeHealth:
+                state.add_metric((*values, each.value), float(each is health))
+            in_flight.add_metric(values, node.own.attempts + node.own.prefills)
+            status = node.status
+            if status is None:
+                continue
+            running.add_metric(values, status.running_sequences)
+            waiting.add_metric(values, status.waiting_sequences)
+            usage.add_metric(values, status.blocks.in_use / max(1, status.blocks.total))
+            for outcome in ("started", "committed", "failed", "aborted"):
+                transfers.add_metric((*values, outcome), getattr(status.transfers, outcome))
+            for reason, count in status.failures.items():
+                failures.add_metric((*values, reason), count)
+            kv_bytes.add_metric(values, status.kv_bytes)
+            local.add_metric(values, status.local_prefills)
+            preemptions.add_metric(values, status.preemptions)
+        yield from (running, waiting, usage, transfers, failures, kv_bytes, local, preemptions, in_flight, state)
+
+    def _router_families(self) -> Iterator[Metric]:
+        cluster, labels, values = self._cluster, ("model_name",), (self._model_name,)
+        for field in fields(cluster.counters):
+            counter = CounterMetricFamily(f"pdserve_{field.name}", COUNTER_HELP[field.name], labels=labels)
+            counter.add_metric(values, getattr(cluster.counters, field.name))
+            yield counter
+        outcomes = CounterMetricFamily(
+            "pdserve_requests", "Admitted requests by how they ended.", labels=(*labels, "outcome")
+        )
+        for outcome, count in cluster.admission.outcomes.items():
+            outcomes.add_metric((*values, outcome.value), count)
+        yield outcomes
+        for name, text, value in (
+            ("pdserve_in_flight_requests", "Admitted requests that have not ended.", cluster.admission.requests),
+            ("pdserve_in_flight_sequences", "Their sequences.", cluster.admission.sequences),
+            ("pdserve_waiting_tokens", "Prompt tokens without a first token yet.", cluster.admission.waiting_tokens),
+        ):
+            gauge = GaugeMetricFamily(name, text, labels=labels)
+            gauge.add_metric(values, value)
+            yield gauge

@@ -1,0 +1,91 @@
+"""How bytes of a connection become requests: uvicorn's protocol with a limit on headers and on what is thrown away."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from router.generation_response import ABORT_CONNECTION
+from router.http_errors import ErrorAnswer
+
+MAX_HEADER_BYTES = 64 * 1024
+MAX_DISCARDED_BYTES = 64 * 1024 * 1024
+_STATUS_TEXT = {400: "Bad Request", 431: "Request Header Fields Too Large"}
+
+
+class _HeadersTooLarge(Exception):
+    pass
+
+
+class RouterHttpProtocol(HttpToolsProtocol):
+    """One connection.
+
+    The parser itself puts no bound on headers, so they are counted twice: bytes of a head that is still incomplete, and
+    what a complete one held. A body that nobody wants, after an early answer, is read on for a while so that the
+    client gets to see the answer.
+    """
+
+    _is_in_head = True
+    _head_bytes = 0
+    _discarded_bytes = 0
+    _are_headers_too_large = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        raw_socket = transport.get_extra_info("socket")
+        if raw_socket is not None and raw_socket.family in (socket.AF_INET, socket.AF_INET6):
+            raw_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._is_in_head:
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
+                self._are_headers_too_large = True
+                self.send_400_response("")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._is_in_head = True
+        self._head_bytes = 0
+        self._discarded_bytes = 0
+        self.scope["state"][ABORT_CONNECTION] = self.transport.abort
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        self._head_bytes = 0
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEADER_BYTES:
+            self._are_headers_too_large = True
+            raise _HeadersTooLarge
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._is_in_head = True
+        self._head_bytes = 0
+
+    def on_body(self, body: bytes) -> None:
+        if self.cycle.response_complete:
+            self._discarded_bytes += len(body)
+            if self._discarded_bytes > MAX_DISCARDED_BYTES:
+                self.transport.abort()
+        super().on_body(body)
+
+    def send_400_response(self, msg: str) -> None:
+        answer = ErrorAnswer(400, "This is not a valid HTTP request.", "invalid_request_error", code="bad_http")
+        if self._are_headers_too_large:
+            answer = ErrorAnswer(
+                431,
+                f"The request's headers may have at most {MAX_HEADER_BYTES} bytes.",
+                "invalid_request_error",
+                code="headers_too_large",
+            )
+        body = answer.body()
+        head = (
+            f"HTTP/1.1 {answer.status} {_STATUS_TEXT[answer.status]}\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()
