@@ -60,6 +60,7 @@ class SliceResult:
 
     tokens: tuple[SampledToken | AttemptFailed, ...]
     prompt_logprobs: tuple[PositionLogprobs, ...]
+    error: AttemptFailed | None = None
 
 
 class DecodeNode:
@@ -141,12 +142,12 @@ class DecodeNode:
         self._is_idle.clear()
         for sequence in attempt.sequences:
             self._by_sequence[sequence] = attempt
-        cached_blocks = self.scheduler.reusable_blocks(attempt.leader)
-        uncached = attempt.leader.num_tokens - cached_blocks * self.layout.block_size
-        if attempt.prefill_targets and uncached > message.local_prefill_threshold:
-            self._hand_off(attempt)
-        else:
-            self._prefill_here(attempt)
+        try:
+            self._begin_prefill(attempt, message.local_prefill_threshold)
+        except Exception as error:  # One request's trouble must not break its router's session.
+            logger.exception("attempt_crashed attempt_id=%s", attempt.attempt_id)
+            self._fail_attempt(attempt, AttemptFailed(f"it failed to start: {type(error).__name__}", reason="internal"))
+            self._flush()
 
     def cancel(self, message: pb.CancelAttempt, session: Session) -> None:
         """End an attempt or one sequence of it. Unknown ones are counted and ignored: they may just have ended."""
@@ -296,7 +297,7 @@ class DecodeNode:
             return
         if isinstance(error, InvalidRequest):
             self._fail_attempt(attempt, error)
-        elif error.reason == "prefix_lost":
+        elif receiver.reservation.lost_prefix:
             # Nothing is wrong with that node; only our own cache changed, and must not be counted on again.
             self._hand_off(attempt, receiver.target, use_cache=False)
         else:
@@ -308,6 +309,14 @@ class DecodeNode:
         self.counters.messages_ignored += count
 
     # -- prefill: elsewhere or here -------------------------------------------------------------------------
+
+    def _begin_prefill(self, attempt: Attempt, local_prefill_threshold: int) -> None:
+        cached_blocks = self.scheduler.reusable_blocks(attempt.leader)
+        uncached = attempt.leader.num_tokens - cached_blocks * self.layout.block_size
+        if attempt.prefill_targets and uncached > local_prefill_threshold:
+            self._hand_off(attempt)
+        else:
+            self._prefill_here(attempt)
 
     def _try_next(self, attempt: Attempt) -> None:
         # With several sequences that already have different first tokens there is no common prompt left to hand off.
@@ -387,10 +396,13 @@ class DecodeNode:
         sample_rows: list[SampleRow] = []
         logits_rows: list[int] = []
         row = 0
-        prompt_rows: list[tuple[PositionLogprobs, ...]] = []
+        prompt_rows: list[tuple[PositionLogprobs, ...] | AttemptFailed] = []
         for piece, slice_ in zip(decision.slices, slices, strict=True):
             num_rows = {"none": 0, "last": 1, "all": piece.length}[slice_.logits]
-            prompt_rows.append(_prompt_logprobs(piece, logits[row : row + num_rows]))
+            try:
+                prompt_rows.append(_prompt_logprobs(piece, logits[row : row + num_rows]))
+            except AttemptFailed as error:
+                prompt_rows.append(error)
             row += num_rows
             if piece.is_last:
                 for sequence in _sampled(piece):
@@ -398,7 +410,7 @@ class DecodeNode:
                     logits_rows.append(row - 1)
         sampled = iter(sample(logits[logits_rows], sample_rows) if sample_rows else [])
         return [
-            SliceResult(tuple(next(sampled) for _ in _sampled(piece)) if piece.is_last else (), positions)
+            _slice_result(tuple(next(sampled) for _ in _sampled(piece)) if piece.is_last else (), positions)
             for piece, positions in zip(decision.slices, prompt_rows, strict=True)
         ]
 
@@ -423,6 +435,9 @@ class DecodeNode:
                 self.counters.prefill_tokens_computed += piece.length
                 if attempt.report_cached_tokens(piece.start):
                     self.counters.prefill_tokens_cached += piece.start
+        if result.error is not None and not piece.is_last:
+            self._fail_attempt(attempt, result.error)
+            return
         if result.prompt_logprobs:
             first = piece.start + 1 if piece.start else 0
             attempt.report_prompt_logprobs(first, result.prompt_logprobs)
@@ -471,11 +486,16 @@ class DecodeNode:
         indices = [start.index for start in message.sequences]
         if not indices or len(set(indices)) < len(indices) or (len(indices) > 1 and any(outputs)):
             raise InvalidRequest("sequences must be distinct, and a moved one must come alone", param="sequences")
+        places = self._config.node.engine.max_num_seqs
+        if len(indices) > places:
+            raise InvalidRequest(f"n is {len(indices)}, and a decode node runs {places} sequences at once", param="n")
         if any(len(output) >= sampling.max_tokens for output in outputs):
             raise InvalidRequest("a sequence has all of its tokens already", param="sequences")
         longest = min(len(prompt) + sampling.max_tokens, self._runner.max_model_len)
         if len(prompt) >= self._runner.max_model_len:
             raise InvalidRequest("the prompt is longer than the context", param="prompt")
+        if any(len(prompt) + len(output) >= self._runner.max_model_len for output in outputs):
+            raise AttemptFailed("the moved sequence is longer than this node's context", reason="context_too_short")
         if self.layout.blocks_for(longest) > self.pool.counts.total:
             raise InvalidRequest("prompt and max_tokens need more KV blocks than a decode node has", param="max_tokens")
         root = root_hash(self._runner.fingerprint, tenant_salt=message.tenant_salt)
@@ -534,8 +554,21 @@ class DecodeNode:
                 if now_s > attempt.deadline_s:
                     self._fail_attempt(attempt, DeadlinePassed("the request's deadline passed"))
             for receiver in list(self._receiver_tasks.values()):
-                receiver.enforce_deadlines(now_s, self._config.node.progress_deadline_s)
+                try:
+                    receiver.enforce_deadlines(
+                        now_s, self._config.node.progress_deadline_s, self._config.handoff_deadline_s
+                    )
+                except Exception:  # One hand-off's trouble must not keep the others from being reaped.
+                    logger.exception("reap_failed handoff_id=%s", receiver.handoff_id)
             self._flush()
+
+
+def _slice_result(
+    tokens: tuple[SampledToken | AttemptFailed, ...], positions: tuple[PositionLogprobs, ...] | AttemptFailed
+) -> SliceResult:
+    if isinstance(positions, AttemptFailed):
+        return SliceResult(tuple(positions for _ in tokens), (), positions)
+    return SliceResult(tokens, positions)
 
 
 def _sampled(piece: Slice) -> tuple[DecodeSequence, ...]:

@@ -71,10 +71,12 @@ class HandoffReceiver:
         self.reservation = Reservation(leader, blocks_held, num_blocks - blocks_held)
         self.machine = handoff.ReceivingHandoff(num_blocks - blocks_held)
         self.handoff_id = AttemptId(uuid.uuid4().hex)
-        self.last_heard_s = time.monotonic()
+        self.last_heard_s = self.opened_s = time.monotonic()
         self.bytes_received = 0
         self._host = host
-        self._transport = pb.TRANSPORT_KIND_GRPC
+        self._transport: pb.TransportKind = pb.TRANSPORT_KIND_GRPC
+        self._offered: frozenset[int] = frozenset()
+        self._is_accepted = False
         self._blocks: BlockReceiver | None = None
         self._has_first_tokens = False
         self._prompt_positions = 0
@@ -106,9 +108,13 @@ class HandoffReceiver:
             self._error = error
             self._perform(self.machine.handle(handoff.Failed(error.reason)))
 
-    def enforce_deadlines(self, now_s: float, progress_deadline_s: float) -> None:
+    def enforce_deadlines(self, now_s: float, progress_deadline_s: float, handoff_deadline_s: float) -> None:
         """Called by the node's reaper."""
-        if not self.machine.state.is_final and now_s - self.last_heard_s > progress_deadline_s:
+        if self.machine.state.is_final:
+            return
+        if now_s - self.opened_s > handoff_deadline_s:
+            self.fail(AttemptFailed("the hand-off outlived its deadline", reason="handoff_deadline"))
+        elif now_s - self.last_heard_s > progress_deadline_s:
             self.fail(
                 AttemptFailed(f"prefill node {self.target.identity.node_id} fell silent", reason="prefill_silent")
             )
@@ -129,6 +135,11 @@ class HandoffReceiver:
         try:
             # The reader returns when the stream has ended, for whatever reason.
             is_proven = await tasks[0]
+        except Exception:
+            # Our own mistake ends this try only, and blocks that are written to from outside still need the proof.
+            logger.exception("handoff_crashed handoff_id=%s", self.handoff_id)
+            self.fail(AttemptFailed("the hand-off crashed on the decode node", reason="internal"))
+            is_proven = self._proves_stop()
         finally:
             for task in tasks:
                 task.cancel()
@@ -162,6 +173,7 @@ class HandoffReceiver:
         if offer is not None:
             message.transports.append(pb.TRANSPORT_KIND_SHARED_MEMORY)
             message.shared_memory.CopyFrom(offer)
+        self._offered = frozenset(message.transports)
         return message
 
     async def _read(self, call: grpc.aio.StreamStreamCall) -> bool:
@@ -182,8 +194,7 @@ class HandoffReceiver:
             )
             if refused:
                 self.fail(AttemptFailed(str(error.details())[:200], reason="prefill_refused"))
-            # Before a grant nobody knows where our blocks are.
-            return refused or not self.machine.block_ids or self._transport == pb.TRANSPORT_KIND_GRPC
+            return self._proves_stop()
         except asyncio.CancelledError:
             # Ending the call ourselves looks the same as being cancelled.
             if not call.cancelled():
@@ -195,14 +206,14 @@ class HandoffReceiver:
                     f"prefill node {self.target.identity.node_id} ended the hand-off early", reason="prefill_lost"
                 )
 
+    def _proves_stop(self) -> bool:
+        """Whether losing the stream is enough: before a grant, or where only we write into our blocks."""
+        return not self.machine.block_ids or self._transport == pb.TRANSPORT_KIND_GRPC
+
     async def _on_event(self, event: pb.HandoffEvent) -> None:
         match event.WhichOneof("event"):
             case "accepted":
-                self._transport = event.accepted.transport
-                if event.accepted.pid:
-                    self._process = (event.accepted.pid, event.accepted.pid_start_ticks)
-                if event.accepted.identity.epoch != self.target.identity.epoch:
-                    raise AttemptFailed("the prefill node was restarted", reason="epoch_mismatch")
+                self._on_accepted(event.accepted)
             case "started":
                 if self.machine.state is handoff.HandoffState.QUEUED:
                     held_tokens = self.reservation.blocks_held * self._host.layout.block_size
@@ -229,6 +240,22 @@ class HandoffReceiver:
             case _:
                 self._host.count_ignored(1)
 
+    def _on_accepted(self, message: pb.Accepted) -> None:
+        if self._is_accepted or self.machine.state is not handoff.HandoffState.QUEUED:
+            self._host.count_ignored(1)
+            return
+        self._is_accepted = True
+        if message.identity != self.target.identity:
+            raise AttemptFailed("another node or incarnation answered", reason="epoch_mismatch")
+        if message.transport not in self._offered:
+            raise AttemptFailed(f"transport {message.transport} was not offered", reason="bad_transport")
+        if message.transport == pb.TRANSPORT_KIND_SHARED_MEMORY and not message.pid:
+            # Without it nobody could ever tell that the writer is gone.
+            raise AttemptFailed("shared memory was chosen without naming the writer", reason="bad_transport")
+        self._transport = message.transport
+        if message.pid:
+            self._process = (message.pid, message.pid_start_ticks)
+
     def _on_first_tokens(self, message: pb.FirstTokens) -> None:
         if self.machine.state.is_final or self._has_first_tokens:
             self._host.count_ignored(1)
@@ -249,9 +276,11 @@ class HandoffReceiver:
     async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
         try:
             while (command := await self._commands.get()) is not None:
+                if command.HasField("committed"):
+                    await self._host.faults.reach("after_commit_before_ack")
                 await call.write(command)
             await call.done_writing()
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, AttemptFailed):
             logger.debug("handoff_write_failed attempt_id=%s", self.handoff_id)  # The reader learns the reason.
 
     async def _renew(self) -> None:

@@ -328,7 +328,9 @@ class DecodeScheduler:
         return (sequence.num_tokens - 1) // self._layout.block_size
 
     def _places_taken(self) -> int:
-        return len(self._running) + sum(reservation.num_sequences for reservation in self._reserved)
+        # Siblings that wait for their leader's prompt get places of their own when it is computed.
+        running = sum(1 + len(sequence.siblings) for sequence in self._running)
+        return running + sum(reservation.num_sequences for reservation in self._reserved)
 
     def _has_room(self, num_sequences: int, num_blocks: int) -> bool:
         taken = self._places_taken()
@@ -389,6 +391,8 @@ class DecodeScheduler:
 
     def _publish(self, sequence: DecodeSequence, first_block: int) -> None:
         full_blocks = sequence.num_computed // self._layout.block_size
+        if full_blocks <= first_block:
+            return
         hashes = sequence.full_block_hashes(self._layout.block_size, full_blocks)
         for index in range(first_block, full_blocks):
             self._pool.publish(sequence.block_ids[index], hashes[index])

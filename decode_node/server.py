@@ -31,7 +31,8 @@ class DecodeService(worker_pb2_grpc.DecodeServiceServicer):
     ) -> None:
         first = await anext(aiter(request_iterator), None)
         if first is None or first.WhichOneof("command") != "hello":
-            return await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be hello")
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be hello")
+            return
         identity = self._node.description.identity
         if first.hello.decode_node != identity:
             await context.abort(

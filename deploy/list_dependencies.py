@@ -1,4 +1,4 @@
-"""Prints the dependencies of a pyproject.toml one a line, so that an image can install them before the code is there."""
+"""Prints the dependencies of a pyproject.toml one a line, for an image that installs them before it has the code."""
 
 from __future__ import annotations
 

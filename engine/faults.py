@@ -7,6 +7,7 @@ first, `*` means every one). Actions: `exit` (the process ends at once, as if ki
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -51,9 +52,12 @@ class Faults:
             if place not in PLACES or name not in ("exit", "raise", "sleep"):
                 raise ConfigError(f"PDSERVE_FAULTS: {part!r} names no known place and action")
             try:
-                faults[place] = _Fault(name, float(seconds or 0), None if visit == "*" else int(visit or 1))
+                fault = _Fault(name, float(seconds or 0), None if visit == "*" else int(visit or 1))
             except ValueError:
                 raise ConfigError(f"PDSERVE_FAULTS: {part!r} has a number that cannot be read") from None
+            if not 0 <= fault.seconds < math.inf or (fault.visit is not None and fault.visit < 1):
+                raise ConfigError(f"PDSERVE_FAULTS: {part!r} has a number that makes no sense")
+            faults[place] = fault
         return cls(faults)
 
     @classmethod

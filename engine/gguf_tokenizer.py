@@ -59,10 +59,9 @@ _PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "llama-v3": _llama3,
     "llama3": _llama3,
     "qwen2": _qwen2,
-    "deepseek-r1-qwen": _qwen2,
 }
 _WHOLE_WORDS_FIRST = {"llama-bpe", "llama-v3", "llama3"}
-_NFC = {"qwen2", "deepseek-r1-qwen"}
+_NFC = {"qwen2"}
 _ADD_BOS = {"llama-bpe", "llama-v3", "llama3"}
 
 

@@ -1,7 +1,7 @@
 """Loads a causal language model with its weights mapped from disk, and refuses what this engine would compute wrongly.
 
-What a model needs is found out by looking: its configuration, the weights that were and were not used, and one forward
-pass of a single token through an attention function that records what it is asked for.
+What a model needs is found out by looking: its configuration, the weights that were and were not used, and a short
+forward pass through a plain attention function, which notes what it is asked for and must give the model's own logits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import xxhash
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils import logging as transformers_logging
 
 from engine.cache_folder import build_once, cache_root, file_digest, require_space
 from engine.errors import ConfigError
@@ -39,6 +39,8 @@ from engine.safetensors_file import (
 logger = logging.getLogger(__name__)
 
 _PROBE = "pdserve_probe"
+_PROBE_TOKENS = 6
+_PROBE_ROWS = (1, 5)
 _CAST_VERSION = 1
 _NATIVE_CPU_FLAGS = {"bfloat16": {"avx512_bf16", "amx_bf16", "bf16"}, "float16": {"avx512_fp16", "amx_fp16", "asimdhp"}}
 _BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
@@ -269,7 +271,9 @@ def _as_bytes(tensor: torch.Tensor, dtype: str) -> memoryview:
 
 def _load(folder: Path, config: PretrainedConfig, dtype: str) -> Any:
     """The model on the CPU. ConfigError names a weight that was not used, or a parameter that none filled."""
-    disable_progress_bar()
+    transformers_logging.disable_progress_bar()
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -280,9 +284,12 @@ def _load(folder: Path, config: PretrainedConfig, dtype: str) -> Any:
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # so that they are in the report, with names
         )
     except (ValueError, RuntimeError, KeyError, TypeError, OSError, ImportError, AttributeError) as error:
         raise ConfigError(f"{folder.name} ({config.model_type}) cannot be loaded: {_first_line(error)}") from error
+    finally:
+        transformers_logging.set_verbosity(verbosity)
     for key, words in {
         "missing_keys": "no weight in the files fills the parameter",
         "unexpected_keys": "the model has no place for the weight",
@@ -334,7 +341,7 @@ class _Shape:
 
 @dataclass(slots=True)
 class _Recorder:
-    """Stands in for an attention function: returns zeros of the right shape and notes what it was asked for."""
+    """A plain attention function, causal and with grouped heads, that notes what else it was asked for."""
 
     layers: list[int] = field(default_factory=list)
     shapes: set[tuple[int, int, int, int]] = field(default_factory=set)
@@ -359,29 +366,41 @@ class _Recorder:
                 self.unsupported[word] = type(given).__name__ if isinstance(given, torch.Tensor) else given
         if attention_mask is not None:
             self.unsupported["attention_mask"] = tuple(attention_mask.shape)
-        output = query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
-        return output, None  # [batch, tokens, heads, head_dim]
+        groups, tokens = query.shape[1] // key.shape[1], query.shape[2]
+        scaling = words.get("scaling")
+        scores = (query @ key.repeat_interleave(groups, 1).transpose(2, 3)).float()  # [batch, heads, tokens, tokens]
+        scores *= query.shape[3] ** -0.5 if scaling is None else scaling
+        future = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+        weights = scores.masked_fill(future, -torch.inf).softmax(-1).to(value.dtype)
+        return (weights @ value.repeat_interleave(groups, 1)).transpose(1, 2).contiguous(), None
 
 
 def _probe(model: Any, config: PretrainedConfig) -> _Shape:
-    """Run one token and learn what the attention of each layer is asked for."""
+    """Run a few tokens with a plain attention, learn what that is asked for, and compare with the model's own."""
     recorder = _Recorder(max_position=_max_position(config))
     ALL_ATTENTION_FUNCTIONS.register(_PROBE, recorder)
     name = type(model).__name__
     try:
         model.set_attn_implementation(_PROBE)
-        with torch.inference_mode():
-            logits = model(
-                input_ids=torch.zeros(1, 1, dtype=torch.long),
-                position_ids=torch.zeros(1, 1, dtype=torch.long),
-                cache=DynamicCache(),
-                use_cache=True,
-            ).logits
+        logits = _probe_logits(model, logits_to_keep=torch.tensor(_PROBE_ROWS))
+        model.set_attn_implementation("eager")
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError, NotImplementedError) as error:
         raise ConfigError(f"{name} does not run with a replaced attention and a plain KV cache: {error}.") from error
     if recorder.unsupported:
         word, given = next(iter(recorder.unsupported.items()))
         raise ConfigError(f"{name}'s attention needs {word} ({given}), which is not supported.")
+    if logits.shape[1] != len(_PROBE_ROWS):
+        raise ConfigError(
+            f"{name} computes the logits of every token, which is not supported: it has no logits_to_keep."
+        )
+    own = _probe_logits(model)[:, list(_PROBE_ROWS)]
+    if not bool(torch.isfinite(own).all()):
+        raise ConfigError(f"{name} gives logits that are not finite in {model.dtype}: its weights are damaged.")
+    tolerance = 1e-3 if model.dtype == torch.float32 else 5e-2
+    if float((own - logits).abs().max()) > tolerance * max(1.0, float(own.abs().max())):
+        raise ConfigError(
+            f"{name} gives other logits when its attention is replaced, so it does more than plain attention."
+        )
     num_layers = getattr(config, "num_hidden_layers", None)
     if recorder.layers != list(range(len(recorder.layers))) or len(recorder.layers) != num_layers:
         raise ConfigError(
@@ -394,6 +413,15 @@ def _probe(model: Any, config: PretrainedConfig) -> _Shape:
     if head_dim != value_dim or heads % kv_heads:
         raise ConfigError(f"{name} has heads that are not supported: {heads} x {head_dim} on {kv_heads} x {value_dim}.")
     return _Shape(num_layers, kv_heads, head_dim, int(logits.shape[-1]))
+
+
+def _probe_logits(model: Any, **words: Any) -> torch.Tensor:
+    ids = torch.arange(_PROBE_TOKENS)[None]
+    rows = min(int(model.get_input_embeddings().weight.shape[0]), 1000)
+    with torch.inference_mode():
+        output = model(input_ids=(ids * 7 + 3) % rows, position_ids=ids, cache=DynamicCache(), use_cache=True, **words)
+    logits: torch.Tensor = output.logits.float()  # [1, tokens, vocabulary]
+    return logits
 
 
 def _identity(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -44,6 +44,7 @@ _TEXT_FILES = [
     "chat_template.jinja",
     "chat_template.json",
 ]
+_IN_SUBFOLDERS = ["*/*"]
 _WEIGHT_FILES = ["model*.safetensors", "model.safetensors.index.json"]
 
 
@@ -143,7 +144,11 @@ def _in_hub_cache(model: str, weights: bool) -> tuple[Path | None, str]:
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        folder = Path(snapshot_download(model, local_files_only=True))
+        folder = Path(
+            snapshot_download(
+                model, local_files_only=True, allow_patterns=_wanted(weights), ignore_patterns=_IN_SUBFOLDERS
+            )
+        )
     except LocalEntryNotFoundError:
         return None, ""
     try:
@@ -151,6 +156,11 @@ def _in_hub_cache(model: str, weights: bool) -> tuple[Path | None, str]:
     except ConfigError as error:
         return None, f" completely ({str(error).rstrip('.')})"
     return folder, ""
+
+
+def _wanted(weights: bool) -> list[str]:
+    """Which files of a repository; without this the client also counts those as missing that nobody needs."""
+    return _TEXT_FILES + (_WEIGHT_FILES if weights else [])
 
 
 def _hub_problem(model: str) -> str | None:
@@ -188,13 +198,14 @@ def _hub_problem(model: str) -> str | None:
 def _download(model: str, weights: bool, report: Callable[[str], None]) -> Path:
     from huggingface_hub import constants, snapshot_download
 
-    wanted = _TEXT_FILES + (_WEIGHT_FILES if weights else [])
     report(f"downloading {model} from {constants.ENDPOINT}")
     try:
-        missing = snapshot_download(model, allow_patterns=wanted, ignore_patterns=["*/*"], dry_run=True)
+        missing = snapshot_download(
+            model, allow_patterns=_wanted(weights), ignore_patterns=_IN_SUBFOLDERS, dry_run=True
+        )
         require_space(Path(constants.HF_HUB_CACHE), sum(file.file_size or 0 for file in missing if file.will_download))
         with disk_errors(Path(constants.HF_HUB_CACHE)):
-            folder = Path(snapshot_download(model, allow_patterns=wanted, ignore_patterns=["*/*"]))
+            folder = Path(snapshot_download(model, allow_patterns=_wanted(weights), ignore_patterns=_IN_SUBFOLDERS))
     except ConfigError:
         raise
     except Exception as error:  # the client's errors and those of its HTTP library share no base

@@ -13,6 +13,8 @@ import grpc
 from proto import worker_pb2 as pb
 from proto import worker_pb2_grpc
 
+_MAX_DRAIN_S = 24 * 3600.0
+
 
 @dataclass(slots=True)
 class NodeCounters:
@@ -65,13 +67,14 @@ class NodeService(worker_pb2_grpc.NodeServiceServicer):
         return self._node.status()
 
     async def Watch(self, request: pb.WatchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[pb.NodeStatus]:
-        interval_s = min(max(request.interval_s, 0.1), 5.0)
+        # NaN loses each of these comparisons when it comes second.
+        interval_s = min(5.0, max(0.1, request.interval_s))
         while True:
             yield self._node.status()
             await asyncio.sleep(interval_s)
 
     async def Drain(self, request: pb.DrainRequest, context: grpc.aio.ServicerContext) -> pb.DrainReply:
-        finished, cut_short = await self._node.drain(max(request.timeout_s, 0.0))
+        finished, cut_short = await self._node.drain(min(_MAX_DRAIN_S, max(0.0, request.timeout_s)))
         return pb.DrainReply(finished=finished, cut_short=cut_short)
 
     async def LoadAdapter(self, request: pb.AdapterRequest, context: grpc.aio.ServicerContext) -> pb.AdapterReply:

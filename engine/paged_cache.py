@@ -78,7 +78,6 @@ def paged_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    softcap: float | None = None,
     paged_cache: PagedCache | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -101,7 +100,6 @@ def paged_attention(
         value[0],
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=sliding_window,
-        softcap=softcap,
     )
     return attended[None], None
 

@@ -117,9 +117,9 @@ class SimRunner:
     def _content(self, token_ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64]) -> _Words:
         """What each token leaves in its slot: [T, num_layers, 2 * kv_heads, words]."""
         _, num_layers, heads, _, words = self._words.shape
-        place = np.arange(1, num_layers * heads * words + 1, dtype=np.uint64).reshape(num_layers, heads, words)
-        seed: _Words = _mix(token_ids.astype(np.uint64) * _GOLDEN + positions.astype(np.uint64))
-        return _mix(seed[:, None, None, None] + place * _GOLDEN)
+        places: _Words = np.arange(1, num_layers * heads * words + 1, dtype=np.uint64) * _GOLDEN
+        mixed = _mix(token_ids.astype(np.uint64) * _GOLDEN + positions.astype(np.uint64))
+        return _mix(mixed[:, None, None, None] + places.reshape(num_layers, heads, words))
 
     def _states(self, batch: ForwardBatch) -> dict[int, int]:
         """For each row with logits, 64 bits that depend on every byte of its context."""

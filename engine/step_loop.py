@@ -26,7 +26,8 @@ class StepLoop(Generic[DecisionT, ResultT]):
         decide: what to compute next, or None when there is nothing; must not block or await.
         run: computes it; called in the worker thread.
         commit: takes the result into the state; must not block or await.
-        fail: called instead of `commit` when `run` raised; ends the requests of that decision, not the node.
+        fail: called when `run` or `commit` raised; ends the requests of that decision, not the node. After a `commit`
+            that raised half-way it must do no harm to what was committed.
     """
 
     def __init__(
@@ -75,11 +76,10 @@ class StepLoop(Generic[DecisionT, ResultT]):
                 self._is_busy = True
                 try:
                     result = await loop.run_in_executor(self._thread, self._run, decision)
+                    self._commit(decision, result)
                 except Exception as error:
                     logger.exception("step_failed step=%d", self.steps)
                     self._fail(decision, error)
-                else:
-                    self._commit(decision, result)
                 self.steps += 1
                 # Let streams be served between steps even when the next decision is already there.
                 await asyncio.sleep(0)

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         request.text = options.prompt
 
     with grpc.insecure_channel(options.target) as channel:
-        stub = rpc.InferenceStub(channel)  # type: ignore[no-untyped-call]
+        stub = rpc.InferenceStub(channel)
         try:
             for response in stream_text(stub, request, api_key=options.api_key):
                 print(response.text, end="", flush=True)
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     usage = response.usage
         except grpc.RpcError as error:
             # UNAVAILABLE and RESOURCE_EXHAUSTED may be tried again, after the seconds in `retry-after` if it is there.
-            metadata = {key: value for key, value in error.trailing_metadata() or ()}
+            metadata = dict(error.trailing_metadata() or ())
             retry_after = metadata.get("retry-after")
             hint = f" (try again after {retry_after} s)" if retry_after else ""
             print(f"\n{error.code().name}: {error.details()}{hint}", file=sys.stderr)

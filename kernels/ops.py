@@ -6,6 +6,7 @@ anywhere; kernels for GPUs register behind the same functions. `reference.py` sa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,13 +18,16 @@ from kernels.reference import noise_key
 _QUERY_CHUNK = 128
 """Queries per attention call where a mask is needed, which bounds the mask to this many rows."""
 
+_GATHER_BYTES = 2 * 1024 * 1024
+"""K and V that single-token attention gathers at a time: what stays in the cache of a core until it is read."""
+
 
 # ----------------------------------------------------------------------------------------------------------- paged KV
 
 
 @dataclass(slots=True)
-class _SequencePlan:
-    """One sequence of a batch.
+class _Chunk:
+    """A sequence that computes several tokens at once.
 
     Attributes:
         first: its first row among the T queries.
@@ -41,11 +45,31 @@ class _SequencePlan:
     masks: dict[int | None, list[torch.Tensor]]
 
 
+@dataclass(slots=True)
+class _Gather:
+    """Sequences that compute one token each, whose blocks are gathered together.
+
+    Attributes:
+        sequences: which of the single-token sequences, first and one past the last.
+        rows: [runs] int64, as in _Chunk, of all of them.
+        workspace: [runs, block_size * head_dim]; gathers share its memory, each layer overwrites it.
+        keys: per sequence its own part of the workspace, `[1, kv_heads, context, head_dim]`: no slot past the context.
+        values: the same for values.
+    """
+
+    sequences: tuple[int, int]
+    rows: torch.Tensor
+    workspace: torch.Tensor
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+
+
 class PagedPlan:
     """Where one batch reads and writes in the pool: computed once, used by every layer.
 
     All offsets are int64. Results of a sequence do not depend on the others in the batch: each is computed on its own,
-    in shapes that follow from its own lengths.
+    in shapes that follow from its own lengths. Slots past a sequence's context are never computed with, so what a block
+    held before reaches nobody, NaN included.
 
     Args:
         pool: `[num_blocks, num_layers, 2, kv_heads, block_size, head_dim]`, contiguous.
@@ -70,38 +94,74 @@ class PagedPlan:
         self.pool = pool
         self._flat = pool.view(-1)
         self._layer_elements = 2 * kv_heads * block_size * head_dim
+        self._block_runs = num_layers * 2 * kv_heads
         heads = torch.arange(kv_heads, device=pool.device)
         # Places of the new tokens, in rows of head_dim elements counted from the layer's start: [kv_heads, T].
-        blocks, offsets = slots // block_size, slots % block_size
-        runs = blocks * (num_layers * 2 * kv_heads) + heads[:, None]
-        self._key_rows = (runs * block_size + offsets).flatten()
-        self._value_rows = ((runs + kv_heads) * block_size + offsets).flatten()
-        self.sequences: list[_SequencePlan] = []
-        keys_and_values = torch.arange(2 * kv_heads, device=pool.device)
+        runs = (slots // block_size) * self._block_runs + heads[:, None]
+        self.key_rows = (runs * block_size + slots % block_size).flatten()
+        self.value_rows = ((runs + kv_heads) * block_size + slots % block_size).flatten()
+
+        self._keys_and_values = torch.arange(2 * kv_heads, device=pool.device)[:, None]
+        self.chunks: list[_Chunk] = []
+        singles: list[int] = []
         for sequence, context_len in enumerate(context_lens):
             first, last = query_starts[sequence], query_starts[sequence + 1]
-            rows = None
-            if context_len > last - first:
-                table = block_tables[sequence, : -(-context_len // block_size)]
-                rows = (table * (num_layers * 2 * kv_heads) + keys_and_values[:, None]).flatten()
-            self.sequences.append(_SequencePlan(first, last, context_len, rows, {}))
+            if last - first == 1:
+                singles.append(sequence)
+                continue
+            rows = self._runs_of(block_tables[sequence], context_len) if context_len > last - first else None
+            self.chunks.append(_Chunk(first, last, context_len, rows, {}))
+        self.single_rows = torch.tensor([query_starts[i] for i in singles], dtype=torch.int64, device=pool.device)
+        self.gathers = self._plan_gathers([(block_tables[i], context_lens[i]) for i in singles])
 
     def layer_rows(self, layer: int, elements: int) -> torch.Tensor:
         """The pool from the start of `layer` in block 0, as rows of `elements`: indices are the same for each layer."""
-        return self._flat[layer * self._layer_elements :][: self._rows_span(layer) // elements * elements].view(
-            -1, elements
-        )
+        offset = layer * self._layer_elements
+        rows = (self._flat.numel() - offset) // elements
+        return self._flat.as_strided((rows, elements), (elements, 1), self._flat.storage_offset() + offset)
 
-    def _rows_span(self, layer: int) -> int:
-        return self._flat.numel() - layer * self._layer_elements
+    def _runs_of(self, table: torch.Tensor, context_len: int) -> torch.Tensor:
+        """Keys then values of one sequence: [2 * kv_heads * blocks]."""
+        blocks = table[: -(-context_len // self.pool.shape[4])]
+        return (blocks * self._block_runs + self._keys_and_values).flatten()
+
+    def _plan_gathers(self, sequences: list[tuple[torch.Tensor, int]]) -> list[_Gather]:
+        _, _, _, kv_heads, block_size, head_dim = self.pool.shape
+        all_rows = [self._runs_of(table, context_len) for table, context_len in sequences]
+        # As many sequences at a time as the cache of a core holds, at least one.
+        limit = _GATHER_BYTES // (block_size * head_dim * self.pool.element_size())
+        groups: list[tuple[int, int]] = []
+        start, size = 0, 0
+        for index, rows in enumerate(all_rows):
+            if size and size + rows.numel() > limit:
+                groups.append((start, index))
+                start, size = index, 0
+            size += rows.numel()
+        if all_rows:
+            groups.append((start, len(all_rows)))
+        joined = [torch.cat(all_rows[first:last]) for first, last in groups]
+        longest = max((rows.numel() for rows in joined), default=0)
+        memory = self._flat.new_empty(longest, block_size * head_dim)
+        gathers = []
+        for (first, last), rows in zip(groups, joined, strict=True):
+            workspace = memory[: rows.numel()]
+            keys, values, offset = [], [], 0
+            for index in range(first, last):
+                end = offset + all_rows[index].numel()
+                both = workspace[offset:end].view(2, 1, kv_heads, -1, head_dim)[:, :, :, : sequences[index][1]]
+                keys.append(both[0])
+                values.append(both[1])
+                offset = end
+            gathers.append(_Gather((first, last), rows, workspace, keys, values))
+        return gathers
 
 
 def write_kv(plan: PagedPlan, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
     """Put the new tokens' K and V, `[kv_heads, T, head_dim]` each, into their slots of one layer."""
     head_dim = plan.pool.shape[5]
     rows = plan.layer_rows(layer, head_dim)
-    rows.index_copy_(0, plan._key_rows, key.reshape(-1, head_dim))
-    rows.index_copy_(0, plan._value_rows, value.reshape(-1, head_dim))
+    rows.index_copy_(0, plan.key_rows, key.reshape(-1, head_dim))
+    rows.index_copy_(0, plan.value_rows, value.reshape(-1, head_dim))
 
 
 def paged_attention(
@@ -113,7 +173,6 @@ def paged_attention(
     *,
     scale: float,
     window: int | None = None,
-    softcap: float | None = None,
 ) -> torch.Tensor:
     """Causal attention of a ragged batch over everything its sequences have in the pool.
 
@@ -127,105 +186,111 @@ def paged_attention(
         value: the same for values.
         scale: factor on the scores.
         window: how many tokens back a query sees, itself included; None is all.
-        softcap: scores become `softcap * tanh(scores / softcap)`.
 
     Returns:
         [T, heads, head_dim]
     """
     num_heads, num_tokens, head_dim = query.shape
-    kv_heads, block_size = plan.pool.shape[3], plan.pool.shape[4]
-    output = query.new_empty(num_tokens, num_heads, head_dim)
+    block_size = plan.pool.shape[4]
     rows = plan.layer_rows(layer, block_size * head_dim)
-    for sequence in plan.sequences:
-        first, last, context_len = sequence.first, sequence.last, sequence.context_len
-        if sequence.rows is None:
-            keys, values = key[None, :, first:last], value[None, :, first:last]
-        else:
-            gathered = rows.index_select(0, sequence.rows).view(2, 1, kv_heads, -1, head_dim)
-            keys, values = gathered[0, :, :, :context_len], gathered[1, :, :, :context_len]
-        in_window = window is None or context_len <= window
-        if last - first == 1 and softcap is None:
-            if window is not None and not in_window:
-                keys, values = keys[:, :, -window:], values[:, :, -window:]
-            # Query heads of one KV head become rows of one product, so each key is read once.
-            grouped = query[:, first].view(1, kv_heads, -1, head_dim)  # [1, kv_heads, group, head_dim]
-            output[first] = functional.scaled_dot_product_attention(grouped, keys, values, scale=scale).view(
-                num_heads, head_dim
-            )
-            continue
-        queries = query[None, :, first:last]
-        if sequence.rows is None and in_window and softcap is None:
-            attended = functional.scaled_dot_product_attention(
-                queries, keys, values, is_causal=True, scale=scale, enable_gqa=num_heads != kv_heads
-            )
-        else:
-            masks = _causal_masks(sequence, None if in_window else window, query)
-            attended = _masked_attention(queries, keys, values, masks, scale=scale, softcap=softcap)
-        output[first:last] = attended[0].transpose(0, 1)
+    if not plan.chunks:
+        return _attend_singles(plan, rows, query, scale=scale, window=window)
+    output = query.new_empty(num_tokens, num_heads, head_dim)
+    for chunk in plan.chunks:
+        attended = _attend_chunk(plan, chunk, rows, query, key, value, scale=scale, window=window)
+        output[chunk.first : chunk.last] = attended[0].transpose(0, 1)
+    if plan.gathers:
+        output[plan.single_rows] = _attend_singles(plan, rows, query[:, plan.single_rows], scale=scale, window=window)
     return output
 
 
-def _causal_masks(sequence: _SequencePlan, window: int | None, like: torch.Tensor) -> list[torch.Tensor]:
-    """Additive masks [queries, keys] for chunks of a sequence's queries; keys end with the chunk's last query."""
-    if window not in sequence.masks:
-        start = sequence.context_len - (sequence.last - sequence.first)
+def _attend_singles(
+    plan: PagedPlan, rows: torch.Tensor, query: torch.Tensor, *, scale: float, window: int | None
+) -> torch.Tensor:
+    """Attention of single queries, one per sequence: [heads, S, head_dim] in, [S, heads, head_dim] out."""
+    num_heads, num_sequences, head_dim = query.shape
+    kv_heads = plan.pool.shape[3]
+    # Query heads of one KV head become rows of one product, so that each key is read once:
+    # S times [1, kv_heads, group, head_dim].
+    grouped = query.view(kv_heads, num_heads // kv_heads, num_sequences, head_dim).permute(2, 0, 1, 3)
+    queries = grouped.unsqueeze(1).unbind(0)
+    attended = []
+    for gather in plan.gathers:
+        torch.index_select(rows, 0, gather.rows, out=gather.workspace)
+        for sequence, keys, values in zip(range(*gather.sequences), gather.keys, gather.values, strict=True):
+            if window is not None and keys.shape[2] > window:
+                keys, values = keys[:, :, -window:], values[:, :, -window:]
+            attended.append(functional.scaled_dot_product_attention(queries[sequence], keys, values, scale=scale))
+    return torch.cat(attended).view(num_sequences, num_heads, head_dim)
+
+
+def _attend_chunk(
+    plan: PagedPlan,
+    chunk: _Chunk,
+    rows: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Attention of several queries of one sequence: [1, heads, queries, head_dim]."""
+    num_heads, _, head_dim = query.shape
+    kv_heads = key.shape[0]
+    queries = query[None, :, chunk.first : chunk.last]
+    if window is not None and chunk.context_len <= window:
+        window = None
+    if chunk.rows is None:
+        keys, values = key[None, :, chunk.first : chunk.last], value[None, :, chunk.first : chunk.last]
+        if window is None:
+            return functional.scaled_dot_product_attention(
+                queries, keys, values, is_causal=True, scale=scale, enable_gqa=num_heads != kv_heads
+            )
+    else:
+        gathered = rows.index_select(0, chunk.rows).view(2, 1, kv_heads, -1, head_dim)
+        keys, values = gathered[0], gathered[1]
+    attended = []
+    first = 0
+    for mask in _causal_masks(chunk, window, query):
+        last = first + mask.shape[0]
+        attended.append(
+            functional.scaled_dot_product_attention(
+                queries[:, :, first:last],
+                keys[:, :, : mask.shape[1]],
+                values[:, :, : mask.shape[1]],
+                attn_mask=mask,
+                scale=scale,
+                enable_gqa=num_heads != kv_heads,
+            )
+        )
+        first = last
+    return torch.cat(attended, dim=2)
+
+
+def _causal_masks(chunk: _Chunk, window: int | None, like: torch.Tensor) -> list[torch.Tensor]:
+    """Additive masks [queries, keys] for runs of a sequence's queries; keys end with the last query of the run."""
+    if window not in chunk.masks:
+        start = chunk.context_len - (chunk.last - chunk.first)
         masks = []
-        for chunk in range(start, sequence.context_len, _QUERY_CHUNK):
-            end = min(chunk + _QUERY_CHUNK, sequence.context_len)
-            queries = torch.arange(chunk, end, device=like.device)[:, None]
-            keys = torch.arange(end, device=like.device)
+        for first in range(start, chunk.context_len, _QUERY_CHUNK):
+            last = min(first + _QUERY_CHUNK, chunk.context_len)
+            queries = torch.arange(first, last, device=like.device)[:, None]
+            keys = torch.arange(last, device=like.device)
             hidden = keys > queries
             if window is not None:
                 hidden |= keys <= queries - window
-            masks.append(
-                torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)
-            )
-        sequence.masks[window] = masks
-    return sequence.masks[window]
-
-
-def _masked_attention(
-    queries: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    masks: list[torch.Tensor],
-    *,
-    scale: float,
-    softcap: float | None,
-) -> torch.Tensor:
-    """Attention of [1, heads, queries, head_dim], chunk by chunk as the masks say."""
-    num_heads, kv_heads = queries.shape[1], keys.shape[1]
-    chunks = []
-    first = 0
-    for mask in masks:
-        chunk = queries[:, :, first : first + mask.shape[0]]
-        first += mask.shape[0]
-        visible_keys, visible_values = keys[:, :, : mask.shape[1]], values[:, :, : mask.shape[1]]
-        if softcap is None:
-            chunks.append(
-                functional.scaled_dot_product_attention(
-                    chunk,
-                    visible_keys,
-                    visible_values,
-                    attn_mask=mask[None, None],
-                    scale=scale,
-                    enable_gqa=num_heads != kv_heads,
-                )
-            )
-            continue
-        repeated_keys = visible_keys.repeat_interleave(num_heads // kv_heads, dim=1)
-        repeated_values = visible_values.repeat_interleave(num_heads // kv_heads, dim=1)
-        scores = chunk.float() @ repeated_keys.float().transpose(2, 3) * scale  # [1, heads, queries, keys]
-        scores = torch.tanh(scores / softcap) * softcap + mask.float()
-        chunks.append((scores.softmax(-1) @ repeated_values.float()).to(queries.dtype))
-    return torch.cat(chunks, dim=2)
+            visible = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
+            masks.append(visible.masked_fill_(hidden, -torch.inf))
+        chunk.masks[window] = masks
+    return chunk.masks[window]
 
 
 # ------------------------------------------------------------------------------------------------ counter-based noise
 
 _LN_2 = 0.6931471805599453
-_ONE_BITS = 0x3FF0000000000000
-_MANTISSA = 0x000FFFFFFFFFFFFF
+_SQRT_HALF = 0.7071067811865476
+_ARTANH_COEFFICIENTS = tuple(1.0 / divisor for divisor in range(25, 0, -2))
 _WINNERS_MARGIN = 1.0
 """How far below the best approximate score the true winner can lie. Float32 is off by less than 0.4 at the worst place
 of the noise (uniforms next to 1) and by less than 0.01 elsewhere."""
@@ -250,32 +315,27 @@ def _signed(word: int) -> int:
     return word - (1 << 32) if word >= 1 << 31 else word
 
 
-def gumbel(bits: torch.Tensor) -> torch.Tensor:
-    """Standard Gumbel noise, float64, of 31 random bits each.
+def gumbel(bits: int) -> float:
+    """Standard Gumbel noise of 31 random bits, on the host.
 
-    Built from IEEE additions, products and quotients only, each rounded on its own, so that every device computes the
-    same bits; a library's logarithm differs between devices.
+    Built from IEEE additions, products and quotients only, so that every machine computes the same bits; the logarithms
+    of libraries and devices differ in their last place.
     """
     # With 31 bits, 1 - uniform is exact.
-    uniform = (bits.to(torch.float64) + 0.5) * 2.0**-31
-    return -_natural_log(-_natural_log(1.0 - uniform))
+    return -_natural_log(-_natural_log(1.0 - (bits + 0.5) * 2.0**-31))
 
 
-def _natural_log(value: torch.Tensor) -> torch.Tensor:
-    """ln of positive, normal float64 values: 2 artanh((m - 1) / (m + 1)) + e ln 2, with m in [sqrt(1/2), sqrt(2))."""
-    bits = value.view(torch.int64)
-    exponent = (bits >> 52) - 1023
-    mantissa = ((bits & _MANTISSA) | _ONE_BITS).view(torch.float64)
-    upper = mantissa > 1.4142135623730951
-    mantissa = torch.where(upper, mantissa * 0.5, mantissa)
-    exponent = exponent + upper
+def _natural_log(value: float) -> float:
+    """ln of a positive number: 2 artanh((m - 1) / (m + 1)) + e ln 2, with m in [sqrt(1/2), sqrt(2))."""
+    mantissa, exponent = math.frexp(value)
+    if mantissa < _SQRT_HALF:
+        mantissa, exponent = mantissa * 2.0, exponent - 1
     ratio = (mantissa - 1.0) / (mantissa + 1.0)
     square = ratio * ratio
-    series = torch.full_like(square, 1.0 / 25.0)
-    for divisor in range(23, 0, -2):
-        series = series * square
-        series = series + 1.0 / divisor
-    return exponent.to(torch.float64) * _LN_2 + (ratio * 2.0) * series
+    series = 0.0
+    for coefficient in _ARTANH_COEFFICIENTS:
+        series = series * square + coefficient
+    return exponent * _LN_2 + (ratio * 2.0) * series
 
 
 def sample_gumbel(
@@ -296,11 +356,11 @@ def sample_gumbel(
     else:
         ids = token_ids.to(torch.int32)
     bits = noise_bits(key, ids)
-    # A first pass in float32 leaves the few that can win; only these get exact noise.
+    # A first pass in float32 leaves the few that can win; only these, about three, get exact noise.
     uniform = (bits.to(torch.float32) + 0.5).mul_(2.0**-31).clamp_(max=1.0 - 2.0**-24)
     rough = scores - uniform.neg_().log1p_().neg_().log_()
     near = (rough >= rough.max() - _WINNERS_MARGIN).nonzero().flatten()
-    exact = scores[near].to(torch.float64) + gumbel(bits[near])
-    # Waits for the device: the drawn token is needed on the host anyway. Of equal scores the lowest id wins.
-    pairs = zip(exact.tolist(), (-ids[near]).tolist(), strict=True)
-    return int(-max(pairs)[1])
+    # Waits for the device: the drawn token is needed on the host anyway. Of equal sums the lowest id wins.
+    finalists = zip(scores[near].tolist(), bits[near].tolist(), ids[near].tolist(), strict=True)
+    _, negative_id = max((score + gumbel(noise), -int(token_id)) for score, noise, token_id in finalists)
+    return -negative_id

@@ -71,7 +71,6 @@ def paged_attention(
     block_tables: Sequence[Sequence[int]],
     scale: float,
     window: int | None = None,
-    softcap: float | None = None,
 ) -> torch.Tensor:
     """Causal attention of ragged queries `[T, heads, head_dim]` over the pool, one query at a time, in float64."""
     block_size = pool.shape[4]
@@ -88,7 +87,5 @@ def paged_attention(
             for head in range(num_heads):
                 kv_head = head // (num_heads // kv_heads)
                 scores = keys[kv_head, start : position + 1] @ query[row, head].double() * scale
-                if softcap is not None:
-                    scores = torch.tanh(scores / softcap) * softcap
                 output[row, head] = scores.softmax(-1) @ values[kv_head, start : position + 1]
     return output

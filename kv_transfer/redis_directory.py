@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError, ResponseError
 
 from engine.errors import ConfigError
@@ -204,7 +205,9 @@ class RedisDirectory(Directory):
                 socket_timeout=SOCKET_TIMEOUT_S,
                 socket_connect_timeout=SOCKET_TIMEOUT_S,
                 health_check_interval=15,
-                retry=Retry(NoBackoff(), 0),
+                # Once, at once, and not after a timeout: for connections that Redis closed while they lay idle. All
+                # commands bear repeating; a batch that was applied before its answer was lost is seen as a gap.
+                retry=Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,)),
             )
             pool.connection_kwargs.update(protocol=2, decode_responses=False)
             # Connects nothing yet, but finds options that do not exist.

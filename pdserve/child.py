@@ -92,6 +92,7 @@ class Child:
         command: program and arguments; nothing secret, since every user of the host can read them.
         environment: all of its environment.
         lines: where its output goes.
+        quiet: whether its lines are kept back; the last one is told when it dies.
         may_give_up: whether the cluster has never been ready, so that a child that cannot start ends the start.
     """
 
@@ -101,6 +102,7 @@ class Child:
     lines: LineWriter
     may_give_up: Callable[[], bool]
     backoff: Backoff = Backoff()
+    quiet: bool = False
     restarts: int = 0
     _process: asyncio.subprocess.Process | None = None
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
@@ -132,7 +134,8 @@ class Child:
                 self._give_up_if_hopeless(exit_code, len(deaths))
             if now - started >= self.backoff.healthy_s:
                 delay_s = self.backoff.first_s
-            logger.warning("child_died name=%s exit=%s restart_in_s=%g", self.name, exit_code, delay_s)
+            last_line = f" last_line={self._last_line!r}" if self.quiet else ""
+            logger.warning("child_died name=%s exit=%s restart_in_s=%g%s", self.name, exit_code, delay_s, last_line)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay_s)
             delay_s = min(2 * delay_s, self.backoff.longest_s)
@@ -183,7 +186,8 @@ class Child:
         text = line.rstrip()
         if text:
             self._last_line = text[:500].decode("utf-8", "replace")
-        self.lines.put(f"[{self.name}] ".encode() + text)
+        if not self.quiet:
+            self.lines.put(f"[{self.name}] ".encode() + text)
 
     async def stop(self, timeout_s: float, hurry: asyncio.Event) -> None:
         """SIGTERM, then SIGKILL after `timeout_s` or at once when `hurry` is set. Returns when the process is gone."""

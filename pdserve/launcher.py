@@ -13,6 +13,7 @@ import os
 import secrets
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -43,6 +44,7 @@ STOP_SLACK_S = 5.0
 """What a child gets beyond its drain timeout before it is killed."""
 
 WARM_UP_TIMEOUT_S = 120.0
+ECHO_S = 1.0
 
 _NODE_FLAGS = ("dtype", "device", "block_size", "num_blocks", "kv_memory", "max_num_batched_tokens", "max_num_seqs")
 _EVERY_ROLE_FLAGS = ("log_level", "max_model_len", "progress_deadline", "drain_timeout", "seed")
@@ -190,6 +192,7 @@ class Launcher:
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
         self._ready = False
+        self._stopped_at: float | None = None
         self._watched: set[asyncio.Task[None]] = set()
         self._redis = [self._child("redis", plan.redis, self._base(plan))] if plan.redis else []
         self._prefill = [self._child(*named, plan.node_environment) for named in plan.prefill]
@@ -202,9 +205,9 @@ class Launcher:
         return {name: value for name, value in plan.node_environment.items() if not name.startswith("PDSERVE_")}
 
     def _child(self, name: str, command: list[str], environment: Mapping[str, str]) -> Child:
-        # Redis is worth a quick restart: nobody waits for its model to load.
-        backoff = Backoff(first_s=0.2) if name == "redis" else Backoff()
-        return Child(name, command, environment, self._lines, lambda: not self._ready, backoff)
+        is_redis = name == "redis"  # starts in an instant, and greets at length
+        backoff = Backoff(first_s=0.2) if is_redis else Backoff()
+        return Child(name, command, environment, self._lines, lambda: not self._ready, backoff, quiet=is_redis)
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -218,9 +221,14 @@ class Launcher:
             self._lines.close()
 
     def _on_signal(self) -> None:
-        if self._stop.is_set():
+        """The first signal stops, a later one hurries. One right behind the first is its echo: make, timeout and
+        terminals signal both a process and its group."""
+        now = time.monotonic()
+        if self._stopped_at is None:
+            self._stopped_at = now
+            self._stop.set()
+        elif now - self._stopped_at > ECHO_S:
             self._hurry.set()
-        self._stop.set()
 
     async def _serve(self) -> int:
         stopping = asyncio.create_task(self._stop.wait())

@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 _PROGRESS_INTERVAL_S = 0.5
 _REAP_INTERVAL_S = 0.25
+_MAX_SEQUENCES = 1024
+"""First tokens of one hand-off; a step samples them one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,7 @@ class ChunkResult:
 
     first_tokens: tuple[SampledToken | AttemptFailed, ...]
     prompt_logprobs: tuple[PositionLogprobs, ...]
+    error: AttemptFailed | None = None
 
 
 class PrefillNode:
@@ -192,6 +195,10 @@ class PrefillNode:
         sender.job.is_ungranted = sender.machine.is_ungranted
         self.step_loop.wake()
 
+    def on_stopping(self, sender: HandoffSender) -> None:
+        """The hand-off is over; its blocks are read until the writer has returned."""
+        self.scheduler.stop(sender.job)
+
     def on_writing_stopped(self, sender: HandoffSender) -> None:
         """The hand-off is over and nothing reads its blocks any more."""
         del self._senders[sender.job.attempt_id]
@@ -248,8 +255,12 @@ class PrefillNode:
         row = 0
         for chunk, piece in zip(decision.chunks, slices, strict=True):
             num_rows = {"none": 0, "last": 1, "all": chunk.length}[piece.logits]
-            results.append(_chunk_result(chunk, logits[row : row + num_rows]))
+            try:
+                results.append(_chunk_result(chunk, logits[row : row + num_rows]))
+            except AttemptFailed as error:
+                results.append(ChunkResult((), (), error))
             row += num_rows
+        self.faults.reach_now("after_chunk")
         return results
 
     def _commit(self, decision: PrefillDecision, results: list[ChunkResult]) -> None:
@@ -261,6 +272,9 @@ class PrefillNode:
             self.counters.prefill_tokens_computed += chunk.length
             sender = self._by_job.get(chunk.job)
             if sender is None or sender.machine.state.is_final:
+                continue
+            if result.error is not None:
+                sender.fail(result.error)
                 continue
             if result.prompt_logprobs:
                 sender.on_prompt_logprobs(result.prompt_logprobs)
@@ -301,8 +315,11 @@ class PrefillNode:
             raise InvalidRequest("the prompt is empty or has a token id outside the vocabulary", param="prompt")
         if not 0 < message.prompt_length <= len(token_ids):
             raise InvalidRequest("prompt_length does not fit the tokens", param="prompt_length")
-        if not message.sequence_indices:
-            raise InvalidRequest("no sequence is asked for", param="sequence_indices")
+        indices = message.sequence_indices
+        if not indices or len(set(indices)) < len(indices) or len(indices) > _MAX_SEQUENCES:
+            raise InvalidRequest(
+                f"sequences must be distinct, at least 1 and at most {_MAX_SEQUENCES}", param="sequence_indices"
+            )
         if len(token_ids) > self._runner.max_model_len:
             raise AttemptFailed("the prompt is longer than this node's context", reason="prompt_too_long")
         if self.layout.blocks_for(len(token_ids)) > self.pool.counts.total:
@@ -315,7 +332,7 @@ class PrefillNode:
             token_ids=token_ids,
             prompt_length=message.prompt_length,
             sampling=sampling,
-            sequence_indices=tuple(message.sequence_indices),
+            sequence_indices=tuple(indices),
             block_hashes=hash_chain(root, token_ids, self.layout.block_size),
         )
 
@@ -334,7 +351,10 @@ class PrefillNode:
             await asyncio.sleep(_REAP_INTERVAL_S)
             now_s = time.monotonic()
             for sender in list(self._senders.values()):
-                sender.enforce_deadlines(now_s, self._config.lease_s)
+                try:
+                    sender.enforce_deadlines(now_s, self._config.lease_s)
+                except Exception:  # One hand-off's trouble must not keep the others from being reaped.
+                    logger.exception("reap_failed attempt_id=%s", sender.job.attempt_id)
             self._peer_pools.sweep()
             for peer, slot in list(self._peer_slots.items()):
                 if not slot.locked() and not any(sender.peer == peer for sender in self._senders.values()):

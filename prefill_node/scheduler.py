@@ -39,6 +39,7 @@ class PrefillJob:
         block_ids: empty until started.
         is_running: a step that holds it is on the device.
         is_finished: the hand-off is over; blocks go back once no step holds it.
+        is_unwanted: its hand-off has ended; it keeps its blocks until `finish`, and no step takes it up again.
         is_ungranted: decode has not reserved blocks for it yet.
     """
 
@@ -53,6 +54,7 @@ class PrefillJob:
     block_ids: list[BlockId] = field(default_factory=list)
     is_running: bool = False
     is_finished: bool = False
+    is_unwanted: bool = False
     is_ungranted: bool = True
 
     @property
@@ -149,6 +151,8 @@ class PrefillScheduler:
         for job in self._computing:
             if budget == 0 or len(chunks) == self._max_num_seqs:
                 break
+            if job.is_unwanted:
+                continue
             chunks.append(self._chunk(job, budget))
             budget -= chunks[-1].length
         while self._waiting and budget > 0 and len(chunks) < self._max_num_seqs and self._may_start():
@@ -186,6 +190,12 @@ class PrefillScheduler:
             chunk.job.is_running = False
             if chunk.job.is_finished:
                 self._drop(chunk.job)
+
+    def stop(self, job: PrefillJob) -> None:
+        """The hand-off has ended: compute no more of it, so that no other job meets it in a step. `finish` follows."""
+        job.is_unwanted = True
+        if job in self._waiting:
+            self._waiting.remove(job)
 
     def finish(self, job: PrefillJob) -> None:
         """The hand-off is over, however it ended. Blocks go back now, or when the step that holds them returns."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import deque
@@ -23,6 +24,8 @@ from proto import worker_pb2 as pb
 logger = logging.getLogger(__name__)
 
 _STOP_GRACE_S = 1.0
+_PROGRESS_INTERVAL_S = 0.5
+_FAULT_PLACES = {"started": "before_start", "first_tokens": "before_first_token"}
 
 
 class SenderHost(Protocol):
@@ -32,6 +35,7 @@ class SenderHost(Protocol):
     layout: KvLayout
 
     def block_bytes(self, block_id: BlockId) -> memoryview: ...
+    def on_stopping(self, sender: HandoffSender) -> None: ...
     def on_writing_stopped(self, sender: HandoffSender) -> None: ...
     def on_grant(self, sender: HandoffSender) -> None: ...
     def count_ignored(self, count: int) -> None: ...
@@ -70,6 +74,7 @@ class HandoffSender:
         self._host = host
         self._outbox: deque[pb.HandoffEvent | handoff.SendBlocks | handoff.SendComplete] = deque()
         self._wake = asyncio.Event()
+        self._error: PdserveError | None = None
         self._stopping_since_s: float | None = None
         self._writer: asyncio.Task[None] | None = None
 
@@ -114,14 +119,14 @@ class HandoffSender:
     def send_progress(self) -> None:
         """Tell decode that the node lives; skipped while earlier messages wait."""
         if not self._outbox:
-            self._send(pb.HandoffEvent(progress=pb.Progress(tokens_computed=self.job.num_computed)))
+            self._send(self._progress())
 
     def fail(self, error: PdserveError) -> None:
         """This attempt cannot go on; decode is told why."""
         if self.machine.state.is_final:
             return
+        self._error = error
         self._perform(self.machine.handle(handoff.Failed(error.reason)))
-        self._send(pb.HandoffEvent(failed=error_to_wire(error)))
 
     def enforce_deadlines(self, now_s: float, lease_s: float) -> None:
         """Called by the node's reaper."""
@@ -149,46 +154,67 @@ class HandoffSender:
             self._cancel("stream_closed")
             for task in (reader, self._writer):
                 task.cancel()
-            await asyncio.gather(reader, self._writer, return_exceptions=True)
-            self._perform(self.machine.handle(handoff.WritingStopped()))
+            try:
+                await asyncio.gather(reader, self._writer, return_exceptions=True)
+            finally:
+                # Writing is synchronous up to each await, so a cancelled writer writes no more, awaited or not.
+                self._perform(self.machine.handle(handoff.WritingStopped()))
 
     async def _read(self, commands: AsyncIterator[pb.HandoffCommand]) -> None:
-        async for command in commands:
-            self.last_heard_s = time.monotonic()
-            match command.WhichOneof("command"):
-                case "grant":
-                    ids = tuple(BlockId(block_id) for block_id in command.grant.block_ids)
-                    self._perform(self.machine.handle(handoff.GrantReceived(ids)))
-                    self._host.on_grant(self)
-                case "abort":
-                    self._perform(self.machine.handle(handoff.CancelRequested(command.abort.reason[:64])))
-                case "committed":
-                    self._perform(self.machine.handle(handoff.CommittedReceived()))
-                case "renew":
-                    pass  # Hearing it is all it is for.
-                case _:
-                    self._host.count_ignored(1)
-        # Decode closed its half; it may still read, but it can never commit.
-        self._cancel("commands_closed")
+        try:
+            async for command in commands:
+                self._on_command(command)
+        finally:
+            # Decode closed its half; it may still read, but it can never commit.
+            self._cancel("commands_closed")
+
+    def _on_command(self, command: pb.HandoffCommand) -> None:
+        self.last_heard_s = time.monotonic()
+        match command.WhichOneof("command"):
+            case "grant":
+                ids = tuple(BlockId(block_id) for block_id in command.grant.block_ids)
+                self._perform(self.machine.handle(handoff.GrantReceived(ids)))
+                self._host.on_grant(self)
+            case "abort":
+                self._perform(self.machine.handle(handoff.CancelRequested(command.abort.reason[:64])))
+            case "committed":
+                self._perform(self.machine.handle(handoff.CommittedReceived()))
+            case "renew":
+                pass  # Hearing it is all it is for.
+            case _:
+                self._host.count_ignored(1)
 
     def _cancel(self, reason: str) -> None:
         if not self.machine.state.is_final:
             self._perform(self.machine.handle(handoff.CancelRequested(reason)))
 
     async def _write_all(self, write: Callable[[pb.HandoffEvent], Awaitable[None]]) -> None:
+        try:
+            await self._write_outbox(write)
+        except PdserveError as error:
+            # A bad grant, for one: decode is told why before the stream ends.
+            self.fail(error)
+            await self._write_outbox(write)
+        except Exception as error:
+            # As a rule the stream broke; `serve` ends the hand-off.
+            logger.warning("handoff_write_failed attempt_id=%s error=%s", self.job.attempt_id, type(error).__name__)
+
+    async def _write_outbox(self, write: Callable[[pb.HandoffEvent], Awaitable[None]]) -> None:
         while True:
             while self._outbox:
                 item = self._outbox.popleft()
                 match item:
                     case handoff.SendBlocks(first, end):
                         await self._host.faults.reach("before_send")
-                        async with self._host.peer_slot(self.peer):
+                        async with self._slot(write):
                             await self._write_blocks(first, end, write)
                     case handoff.SendComplete():
                         await self._host.faults.reach("before_complete")
                         complete = self.sent.complete(num_tokens=self.job.num_tokens, layout=self._host.layout)
                         await write(pb.HandoffEvent(complete=complete))
                     case _:
+                        if place := _FAULT_PLACES.get(item.WhichOneof("event") or ""):
+                            await self._host.faults.reach(place)
                         await write(item)
             if self._stopping_since_s is not None:
                 return
@@ -197,6 +223,8 @@ class HandoffSender:
 
     async def _write_blocks(self, first: int, end: int, write: Callable[[pb.HandoffEvent], Awaitable[None]]) -> None:
         for index in range(first, end):
+            if self.machine.state.is_final:
+                return
             source = self._host.block_bytes(self.job.block_ids[index])
             destination = self.machine.destinations[index - self.machine.first_block]
             for piece in self.transport.send(index, source, destination):
@@ -204,6 +232,24 @@ class HandoffSender:
                 await write(pb.HandoffEvent(block=piece))
                 if self.machine.state.is_final:
                     return
+
+    @contextlib.asynccontextmanager
+    async def _slot(self, write: Callable[[pb.HandoffEvent], Awaitable[None]]) -> AsyncIterator[None]:
+        """Wait for a place among those that send to this peer, without falling silent meanwhile."""
+        slot = self._host.peer_slot(self.peer)
+        while True:
+            try:
+                await asyncio.wait_for(slot.acquire(), _PROGRESS_INTERVAL_S)
+                break
+            except TimeoutError:
+                await write(self._progress())
+        try:
+            yield
+        finally:
+            slot.release()
+
+    def _progress(self) -> pb.HandoffEvent:
+        return pb.HandoffEvent(progress=pb.Progress(tokens_computed=self.job.num_computed))
 
     def _send(self, event: pb.HandoffEvent) -> None:
         self._outbox.append(event)
@@ -221,6 +267,7 @@ class HandoffSender:
                     self._outbox.clear()
                     self._stopping_since_s = time.monotonic()
                     self._wake.set()
+                    self._host.on_stopping(self)
                 case handoff.GiveUp(reason, cancelled):
                     logger.info(
                         "handoff_%s attempt_id=%s request_id=%s reason=%s",
@@ -229,6 +276,9 @@ class HandoffSender:
                         self._request_id,
                         reason,
                     )
+                    if not cancelled:
+                        error = self._error or AttemptFailed(f"the hand-off failed: {reason}", reason=reason)
+                        self._send(pb.HandoffEvent(failed=error_to_wire(error)))
                 case handoff.Unpin():
                     self._host.on_writing_stopped(self)
                 case handoff.Ignore():

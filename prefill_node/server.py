@@ -31,7 +31,8 @@ class PrefillService(worker_pb2_grpc.PrefillServiceServicer):
     ) -> None:
         first = await anext(aiter(request_iterator), None)
         if first is None or first.WhichOneof("command") != "open":
-            return await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be open")
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be open")
+            return
         message = first.open
         identity = self._node.description.identity
         if message.prefill_node != identity:

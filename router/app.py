@@ -66,11 +66,18 @@ def _add_operator_routes(app: FastAPI, api: InferenceApi) -> None:
         own = {"open_requests": api.num_running, "is_draining": api.is_draining, "is_ready": api.is_ready()}
         return _json({**cluster, "api": own})
 
+    async def debug_route(request_id: str) -> Response:
+        explanation = api.explain_route(request_id)
+        if explanation is None:
+            raise HttpError(404, "No route is remembered for this request id.", code="not_found")
+        return _json(explanation)
+
     app.add_api_route("/health", health, methods=["GET", "HEAD"])
     app.add_api_route("/ready", ready, methods=["GET", "HEAD"])
     app.add_api_route("/version", show_version, methods=["GET"])
     app.add_api_route("/metrics", metrics, methods=["GET"])
     app.add_api_route("/debug/cluster", debug_cluster, methods=["GET"])
+    app.add_api_route("/debug/route/{request_id:path}", debug_route, methods=["GET"])
 
 
 def _add_model_routes(app: FastAPI, api: InferenceApi) -> None:

@@ -108,7 +108,7 @@ class DecodeSession:
     async def _read(self, call: Any) -> None:
         while True:
             message = await call.read()
-            if message is grpc.aio.EOF:  # type: ignore[attr-defined]
+            if message is grpc.aio.EOF:
                 code = await call.code()
                 raise LinkLost(f"session: the node ended it with {code.name}: {await call.details()}")
             self.heard_at = self._clock()

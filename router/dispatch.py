@@ -63,8 +63,8 @@ class Decision:
 class RouterCluster(Cluster):
     """Implements `router.generation.Cluster`.
 
-    Lives on one event loop: `start`, then `generate` many times, then `drain` and `close`. The directory stays the
-    caller's to close, after `close` here.
+    Lives on one event loop: `start`, then `generate` many times, then `drain` and `close`. It owns the directory:
+    `close` closes it too.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class RouterCluster(Cluster):
         dice: random.Random | None = None,
     ) -> None:
         self._config = config
+        self._directory = directory
         self._timing = timing or ClusterTiming()
         self._clock = clock
         self._dice = dice or random.Random()
@@ -103,6 +104,7 @@ class RouterCluster(Cluster):
         self._became_idle = asyncio.Event()
         self._limits: ModelLimits | None = None
         self._is_draining = False
+        self._is_closed = False
 
     # Life
 
@@ -124,11 +126,15 @@ class RouterCluster(Cluster):
             self._cut_short("the router is shutting down and the request took too long")
 
     async def close(self) -> None:
-        """End everything. Nothing of this router stays: no task, no thread, no connection."""
+        """End everything. Nothing of this router stays: no task, no thread, no connection. Idempotent."""
         self._is_draining = True
+        if self._is_closed:
+            return
+        self._is_closed = True
         self._cut_short("the router is shutting down")
         await self.registry.close()
         await self._lookup.close()
+        await self._directory.close()
         self.admission.check_invariants()
         for node in self.registry.nodes():
             node.check_idle()

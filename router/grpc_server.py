@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -35,6 +36,7 @@ logger = logging.getLogger(__name__)
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["Inference"].full_name
 _OURS = f"/{SERVICE_NAME}/"
 _OPEN = "/grpc.health.v1.Health/"
+_HEALTH_NAMES = ("", SERVICE_NAME)
 _HEALTH_POLL_S = 0.25
 _MAX_DETAILS = 1500
 _MAX_METADATA_BYTES = 16 * 1024
@@ -78,7 +80,7 @@ async def start_grpc_server(config: RouterConfig, api: InferenceApi) -> GrpcServ
         ],
     )
     health = HealthServicer(api)
-    rpc.add_InferenceServicer_to_server(InferenceServicer(api, keys), server)  # type: ignore[no-untyped-call]
+    rpc.add_InferenceServicer_to_server(InferenceServicer(api, keys), server)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     names = (SERVICE_NAME, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
@@ -103,7 +105,7 @@ def status_of(error: BaseException) -> tuple[grpc.StatusCode, str, Metadata]:
     reason: Metadata = (("pdserve-reason", error.reason),)
     match error:
         case InvalidRequest():
-            is_named = error.param is None or error.param in message
+            is_named = error.param is None or re.search(rf"\b{re.escape(error.param)}\b", message) is not None
             return code.INVALID_ARGUMENT, message if is_named else f"{error.param}: {message}", reason
         case ModelNotFound():
             return code.NOT_FOUND, message, reason
@@ -140,6 +142,10 @@ class HealthServicer:
             await context.abort(grpc.StatusCode.NOT_FOUND, "no such service here")
         return health_pb2.HealthCheckResponse(status=status)
 
+    async def List(self, request: health_pb2.HealthListRequest, context: Any) -> health_pb2.HealthListResponse:
+        answers = {name: health_pb2.HealthCheckResponse(status=self._status(name)) for name in _HEALTH_NAMES}
+        return health_pb2.HealthListResponse(statuses=answers)
+
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
         told = None
         while True:
@@ -153,7 +159,7 @@ class HealthServicer:
             await asyncio.sleep(_HEALTH_POLL_S)
 
     def _status(self, service: str) -> int:
-        if service not in ("", SERVICE_NAME):
+        if service not in _HEALTH_NAMES:
             return int(health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
         is_serving = not self._is_stopping and self._api.is_ready()
         response = health_pb2.HealthCheckResponse

@@ -12,6 +12,9 @@ from router.http_errors import ErrorAnswer
 
 MAX_HEADER_BYTES = 64 * 1024
 MAX_DISCARDED_BYTES = 64 * 1024 * 1024
+LINGER_S = 1.0
+"""Seconds for which a refused connection is still read, since closing it at once can destroy the answer on its way."""
+
 _STATUS_TEXT = {400: "Bad Request", 431: "Request Header Fields Too Large"}
 
 
@@ -27,10 +30,12 @@ class RouterHttpProtocol(HttpToolsProtocol):
     client gets to see the answer.
     """
 
-    _is_in_head = True
+    _is_in_head = False
+    _has_completed = False
     _head_bytes = 0
     _discarded_bytes = 0
     _are_headers_too_large = False
+    _is_refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -39,10 +44,15 @@ class RouterHttpProtocol(HttpToolsProtocol):
             raw_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            self._discard(len(data))
+            return
+        self._has_completed = False
         super().data_received(data)
-        if self._is_in_head:
+        # Where a message ended in these bytes, most of them need not belong to the head that follows.
+        if self._is_in_head and not self._has_completed:
             self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEADER_BYTES and not self.transport.is_closing():
+            if self._head_bytes > MAX_HEADER_BYTES and not self._is_refused:
                 self._are_headers_too_large = True
                 self.send_400_response("")
 
@@ -63,15 +73,17 @@ class RouterHttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._is_in_head = True
-        self._head_bytes = 0
+        self._has_completed = True
 
     def on_body(self, body: bytes) -> None:
         if self.cycle.response_complete:
-            self._discarded_bytes += len(body)
-            if self._discarded_bytes > MAX_DISCARDED_BYTES:
-                self.transport.abort()
+            self._discard(len(body))
         super().on_body(body)
+
+    def _discard(self, num_bytes: int) -> None:
+        self._discarded_bytes += num_bytes
+        if self._discarded_bytes > MAX_DISCARDED_BYTES:
+            self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
         answer = ErrorAnswer(400, "This is not a valid HTTP request.", "invalid_request_error", code="bad_http")
@@ -87,5 +99,6 @@ class RouterHttpProtocol(HttpToolsProtocol):
             f"HTTP/1.1 {answer.status} {_STATUS_TEXT[answer.status]}\r\n"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
         )
+        self._is_refused = True
         self.transport.write(head.encode() + body)
-        self.transport.close()
+        self.loop.call_later(LINGER_S, self.transport.close)

@@ -52,6 +52,11 @@ class HttpServer:
         port: int = self._listener.getsockname()[1]
         return port
 
+    @property
+    def connections(self) -> set[RouterHttpProtocol]:
+        """The open connections."""
+        return {item for item in self._server.server_state.connections if isinstance(item, RouterHttpProtocol)}
+
     async def start(self) -> None:
         """Return once requests are answered."""
         self._task = asyncio.create_task(self._server.serve(sockets=[self._listener]))

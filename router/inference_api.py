@@ -27,6 +27,7 @@ from router.running_request import RunningRequest
 _TENANT_LABEL = b"pdserve tenant salt v1"
 _TOKENIZER_THREADS = 2
 _ECHOED_NAME_CHARACTERS = 128
+_LONG_TEXT_CHARACTERS = 4000
 _Result = TypeVar("_Result")
 
 
@@ -100,6 +101,11 @@ class InferenceApi:
         """Whether a request would be served now."""
         return not self.is_draining and self.cluster.is_ready()
 
+    def explain_route(self, request_id: str) -> dict[str, object] | None:
+        """Why a recent request went where it went; None when that is not known (any more)."""
+        explain = getattr(self.cluster, "explain", None)
+        return None if explain is None else explain(request_id)
+
     def check_model(self, name: str | None) -> str:
         """The name to report for `name`; empty or None is the served one. Raises ModelNotFound."""
         if not name:
@@ -132,7 +138,7 @@ class InferenceApi:
     ) -> list[int]:
         """Token ids of a text, made off the event loop; a text that cannot fit is refused before."""
         self.check_length(len(text), param=param)
-        ids = await self.in_thread(lambda: self.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+        ids = await self.in_thread(lambda: self._encode(text, add_special_tokens))
         if not ids and not allow_empty:
             raise InvalidRequest(f"{param} must hold at least one token", param=param)
         return ids
@@ -174,9 +180,16 @@ class InferenceApi:
                 extra=extra,
             )
             self.check_length(len(text), param="messages")
-            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return self._encode(text, add_special_tokens)
 
         return await self.in_thread(render_and_encode)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        # Encoding a single text keeps the interpreter's lock, so that a long one would hold up every other request;
+        # a batch gives it away.
+        if len(text) > _LONG_TEXT_CHARACTERS:
+            return self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def check_length(self, num_characters: int, *, param: str) -> None:
         """Raise InvalidRequest when so much text cannot fit whatever its tokens are."""

@@ -65,7 +65,7 @@ class NodeLink:
         self._counters = counters
         self._clock = clock
         self._channel: Any = open_channel(node.address)
-        self._stub: Any = rpc.NodeServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._stub: Any = rpc.NodeServiceStub(self._channel)
         self._watch: Any = None
         self._session: DecodeSession | None = None
         self._task: asyncio.Task[None] | None = None
@@ -136,7 +136,7 @@ class NodeLink:
             self.node.stalled = None
             if self.node.role == "decode":
                 self._session = DecodeSession(
-                    rpc.DecodeServiceStub(self._channel),  # type: ignore[no-untyped-call]
+                    rpc.DecodeServiceStub(self._channel),
                     self.node,
                     router_id=self._router_id,
                     counters=self._counters,
@@ -172,7 +172,7 @@ class NodeLink:
         try:
             while True:
                 status = await self._watch.read()
-                if status is grpc.aio.EOF:  # type: ignore[attr-defined]
+                if status is grpc.aio.EOF:
                     raise LinkLost("watch: the node ended it")
                 if status.identity.epoch != self.node.epoch:
                     raise LinkLost(f"watch: epoch is {self.node.epoch} here and {status.identity.epoch} there")
@@ -190,7 +190,7 @@ class NodeLink:
         node = self.node
         before = (node.status.state if node.status is not None else None, node.stalled is None)
         node.take_status(status, self._clock())
-        node.stalled = _why_stalled(status, self._progress_deadline_s)
+        node.stalled = _why_stalled(status, self._progress_deadline_s, was_stalled=node.stalled is not None)
         if (status.state, node.stalled is None) != before:
             if node.stalled is not None:
                 logger.warning("node_stalled node_id=%s epoch=%d reason=%r", node.node_id, node.epoch, node.stalled)
@@ -234,10 +234,11 @@ def _reason_of(part: asyncio.Task[None]) -> str:
     return f"unexpected {type(error).__name__}"
 
 
-def _why_stalled(status: pb.NodeStatus, progress_deadline_s: float) -> str | None:
+def _why_stalled(status: pb.NodeStatus, progress_deadline_s: float, *, was_stalled: bool) -> str | None:
     if status.state == pb.NODE_STATE_STALLED:
         return "it says so"
+    # Its work is taken away once it stalls, which proves nothing: only a step does.
     has_work = bool(status.in_flight or status.running_sequences or status.waiting_sequences)
-    if has_work and status.last_step_age_s > progress_deadline_s:
+    if (has_work or was_stalled) and status.last_step_age_s > progress_deadline_s:
         return f"no step for {status.last_step_age_s:.1f} s with work at hand"
     return None

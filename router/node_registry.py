@@ -59,6 +59,7 @@ class NodeRegistry:
         self._closing: set[asyncio.Task[None]] = set()
         self._poll: asyncio.Task[list[NodeRecord]] | None = None
         self._directory_is_away = False
+        self._is_closing = False
 
     async def start(self) -> None:
         """Read the directory once, then keep reading it and keep watching for silence."""
@@ -70,6 +71,7 @@ class NodeRegistry:
 
     async def close(self) -> None:
         """Let queued cancels leave, then close every connection."""
+        self._is_closing = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -161,6 +163,9 @@ class NodeRegistry:
 
     def on_lost(self, node: Node, reason: str) -> None:
         """A connection broke or fell silent: everything there moves at once."""
+        if node.is_replaced or self._is_closing:
+            self._move_attempts(node, reason, fence=False)
+            return
         logger.warning("node_lost node_id=%s epoch=%d reason=%r", node.node_id, node.epoch, reason)
         self._counters.nodes_lost += 1
         node.breaker.fault(self._clock())

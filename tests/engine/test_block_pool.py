@@ -271,4 +271,4 @@ class PoolHistory(RuleBasedStateMachine):
 
 
 TestPoolHistory = PoolHistory.TestCase
-TestPoolHistory.settings = settings(max_examples=150, stateful_step_count=40, deadline=None, derandomize=True)
+TestPoolHistory.settings = settings(max_examples=80, stateful_step_count=40, deadline=None, derandomize=True)

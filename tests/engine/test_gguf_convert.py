@@ -55,7 +55,10 @@ def loaded(folder: Path) -> torch.nn.Module:
     ("architecture", "settings"),
     [
         ("llama", {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0}}),
-        ("llama", {"tie_word_embeddings": False, "hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}),
+        (
+            "llama",
+            {"tie_word_embeddings": False, "hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3},
+        ),
         ("qwen2", {"tie_word_embeddings": False, "rms_norm_eps": 1e-6}),
         ("qwen3", {"tie_word_embeddings": True, "head_dim": 16}),
     ],
@@ -139,7 +142,7 @@ def reference_pieces(pre: str, text: str) -> list[str]:
     return regex.findall(pattern, text)
 
 
-def metadata(pre: str, **more: Any) -> dict[str, Any]:
+def metadata(pre: str, /, **more: Any) -> dict[str, Any]:
     return {**tokenizer_metadata(pre), **{f"tokenizer.ggml.{key}": value for key, value in more.items()}}
 
 

@@ -109,10 +109,16 @@ def prompt(length: int, seed: int) -> list[int]:
 
 def generate(reference: Any, tokens: list[int]) -> list[int]:
     """Greedy continuation by transformers alone."""
+    return _generate(reference, tuple(tokens))
+
+
+@cache
+def _generate(reference: Any, tokens: tuple[int, ...]) -> list[int]:
     output = reference.generate(
         torch.tensor([tokens]), max_new_tokens=NUM_NEW, do_sample=False, eos_token_id=None, pad_token_id=0
     )
-    return output[0, len(tokens) :].tolist()
+    continuation: list[int] = output[0, len(tokens) :].tolist()
+    return continuation
 
 
 @dataclass
@@ -181,7 +187,7 @@ def test_the_tiny_models_say_something(load: Load, shape: str) -> None:
     assert len({token for output in outputs for token in output}) > NUM_NEW
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 3, BLOCK, 7])
+@pytest.mark.parametrize("chunk", [1, 3, BLOCK])
 def test_prefill_in_chunks_of_any_size(load: Load, shape: str, chunk: int) -> None:
     runner, reference = load(shape)
     streams = Streams(runner)
@@ -207,7 +213,7 @@ def test_batched_with_strangers_that_prefill_while_others_decode(load: Load, sha
         assert stream.output == generate(reference, stream.tokens[: stream.num_prompt])
 
 
-@pytest.mark.parametrize("shared_blocks", [1, 2, 3])
+@pytest.mark.parametrize("shared_blocks", [1, 3])
 def test_prefix_from_the_blocks_of_another_sequence(load: Load, shape: str, shared_blocks: int) -> None:
     runner, reference = load(shape)
     streams = Streams(runner)

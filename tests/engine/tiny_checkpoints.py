@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 CORPUS = [
     "The quick brown fox jumps over 13 lazy dogs in 2024, doesn't it? I'll say so; they've left.",
     "def add(left, right):\n    total = left + right\n        return total\n\n\n# 3.14159 and 1000000\n",
-    "Größe, naïve café; Москва и Санкт-Петербург; 東京は日本の首都です。 你好，世界！ العربية 123",
+    "Größe, naïve café; Москва и Санкт-Петербург; 東京は日本の首都です。 你好世界 العربية 123",
     "emoji 👍🏽 👨‍👩‍👧‍👦 🎉🎉 and   runs of   spaces\t\ttabs\r\nlines \n \n end",
 ]
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -54,7 +54,9 @@ def random_model(model_type: str, **settings: Any) -> PreTrainedModel:
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**small, **settings}), attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(model_type, **{**small, **settings}), attn_implementation="eager"
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             spread = torch.randn_like(parameter) * 0.2
@@ -80,9 +82,7 @@ def logits_of(model: torch.nn.Module, tokens: int = 40) -> torch.Tensor:
         return model(input_ids=ids, use_cache=False).logits[0].float()
 
 
-def write_gguf(
-    path: Path, model: PreTrainedModel, architecture: str, *, pre: str = "gpt-2", **changes: Any
-) -> Path:
+def write_gguf(path: Path, model: PreTrainedModel, architecture: str, *, pre: str = "gpt-2", **changes: Any) -> Path:
     """What llama.cpp's converter would write for `model`, with a trained tokenizer.
 
     Args:
@@ -112,7 +112,7 @@ def write_gguf(
         getattr(writer, adder)(*arguments)
     for name, tensor in model.state_dict().items():
         gguf_name = _gguf_name(name)
-        if name == "lm_head.weight" and config.tie_word_embeddings or gguf_name in changes.get("skip", ()):
+        if (name == "lm_head.weight" and config.tie_word_embeddings) or gguf_name in changes.get("skip", ()):
             continue
         values = tensor.float().numpy()
         if architecture == "llama" and ".q_proj." in name:

@@ -58,13 +58,13 @@ async def test_nodes_register_and_unregister(directory: Directory) -> None:
 
 
 async def test_records_and_entries_lapse_unless_touched(directory: Directory) -> None:
-    await directory.register(record(), 0.3)
-    await directory.republish(NODE, NOW, 1, chain(2), 0.3)
-    await directory.register(record(OTHER), 0.3)
-    await directory.republish(OTHER, NOW, 1, chain(2), 0.3)
+    await directory.register(record(), 0.6)
+    await directory.republish(NODE, NOW, 1, chain(2), 0.6)
+    await directory.register(record(OTHER), 0.6)
+    await directory.republish(OTHER, NOW, 1, chain(2), 0.6)
     for _ in range(4):
-        await asyncio.sleep(0.15)
-        assert await directory.touch(NODE, NOW, 0.3)
+        await asyncio.sleep(0.25)
+        assert await directory.touch(NODE, NOW, 0.6)
     assert await directory.nodes() == [record()]
     assert await directory.lookup(chain(2), [(NODE, NOW), (OTHER, NOW)]) == {NODE: 2, OTHER: 0}
     assert not await directory.touch(OTHER, NOW, TTL_S)

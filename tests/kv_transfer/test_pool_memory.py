@@ -80,8 +80,16 @@ class Owner:
         self.process.communicate()
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def owner() -> Iterator[Owner]:
+    owner = Owner()
+    yield owner
+    owner.kill()
+
+
+@pytest.fixture
+def doomed_owner() -> Iterator[Owner]:
+    """For tests that kill it."""
     owner = Owner()
     yield owner
     owner.kill()
@@ -139,16 +147,16 @@ def test_another_process_writes_and_the_owner_reads(pool: PoolMemory) -> None:
     assert pool.view == expected
 
 
-def test_a_killed_owner_is_noticed_and_leaves_nothing(owner: Owner, peers: PeerPools) -> None:
+def test_a_killed_owner_is_noticed_and_leaves_nothing(doomed_owner: Owner, peers: PeerPools) -> None:
     files, descriptors = shared_memory_files(), open_descriptors()
-    peer = peers.open(owner.offer, LAYOUT)
+    peer = peers.open(doomed_owner.offer, LAYOUT)
     assert peer.num_blocks == NUM_BLOCKS
     peer.block(BlockId(5))[:] = b"x" * LAYOUT.block_bytes
-    assert owner.read(5 * LAYOUT.block_bytes, 6 * LAYOUT.block_bytes) == b"x" * LAYOUT.block_bytes
+    assert doomed_owner.read(5 * LAYOUT.block_bytes, 6 * LAYOUT.block_bytes) == b"x" * LAYOUT.block_bytes
     assert peer.is_owner_alive()
     assert peers.sweep() == 0
 
-    owner.process.kill()
+    doomed_owner.process.kill()
     deadline = time.monotonic() + 5
     while peer.is_owner_alive() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -157,7 +165,7 @@ def test_a_killed_owner_is_noticed_and_leaves_nothing(owner: Owner, peers: PeerP
     # Writing into the orphaned mapping harms nobody; opening the offer again is refused.
     peer.block(BlockId(5))[:] = b"y" * LAYOUT.block_bytes
     with pytest.raises(TransportRefused) as caught:
-        peers.open(owner.offer, LAYOUT)
+        peers.open(doomed_owner.offer, LAYOUT)
     assert caught.value.reason == "peer_gone"
 
     assert peers.sweep() == 1
@@ -270,9 +278,9 @@ def test_closing_while_a_part_is_borrowed_unmaps_when_it_comes_back() -> None:
     assert maps_of_pools() == 0
 
 
-def test_sweeping_while_a_block_is_borrowed(owner: Owner, peers: PeerPools) -> None:
-    block = peers.open(owner.offer, LAYOUT).block(BlockId(0))
-    owner.kill()
+def test_sweeping_while_a_block_is_borrowed(doomed_owner: Owner, peers: PeerPools) -> None:
+    block = peers.open(doomed_owner.offer, LAYOUT).block(BlockId(0))
+    doomed_owner.kill()
     assert peers.sweep() == 1
     block[:] = b"z" * LAYOUT.block_bytes
     block.release()

@@ -11,7 +11,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 
 import pytest
@@ -77,70 +77,75 @@ class DelayingProxy:
             sink.write(data)
 
 
-async def test_a_thousand_cancelled_callers_never_cross_answers(redis_server: RedisProcess) -> None:
-    holders = 40
-    async with DelayingProxy(redis_server.port, delay_s=0.02) as proxy:
-        directory = RedisDirectory(proxy.url, "test")
-        for i in range(holders):
-            await directory.republish(NodeId(f"n{i}"), EPOCH, 1, chain(i + 1, tag=i), TTL_S)
+async def test_a_thousand_cancelled_callers_never_cross_answers(
+    redis_server: RedisProcess, directory: RedisDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_directory, "LOOKUP_TIMEOUT_S", 5.0)
+    names = [NodeId(f"n{i}") for i in range(40)]
+    for i, name in enumerate(names):
+        await directory.republish(name, EPOCH, 1, chain(i + 1, tag=i), TTL_S)
+    async with DelayingProxy(redis_server.port, delay_s=0.008) as proxy:
+        cancelling = RedisDirectory(proxy.url, "test")
+
+        async def ask(i: int) -> None:
+            assert await cancelling.lookup(chain(100, tag=i), [(names[i], EPOCH)]) == {names[i]: i + 1}
+
         numbers = random.Random(5)
-        cancelled = answered = 0
-        for _ in range(125):
-            asked = [numbers.randrange(holders) for _ in range(16)]
-            tasks = [
-                asyncio.create_task(directory.lookup(chain(100, tag=i), [(NodeId(f"n{i}"), EPOCH)])) for i in asked
-            ]
-            await asyncio.sleep(numbers.uniform(0.0, 0.045))
-            for task in tasks[:8]:
+        cancelled = 0
+        while cancelled < 1000:
+            tasks = [asyncio.create_task(ask(numbers.randrange(40))) for _ in range(16)]
+            await asyncio.sleep(numbers.uniform(0.0, 0.018))
+            for task in tasks[:10]:
                 task.cancel()
-            for i, task in zip(asked, tasks, strict=True):
-                try:
-                    assert await task == {NodeId(f"n{i}"): i + 1}
-                    answered += 1
-                except asyncio.CancelledError:
-                    cancelled += 1
-        assert cancelled > 900 and answered >= 1000
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+            cancelled += sum(isinstance(result, asyncio.CancelledError) for result in results)
+            assert all(result is None or isinstance(result, asyncio.CancelledError) for result in results), results
+            assert results[10:] == [None] * 6
         # Every connection still answers what it is asked.
-        answers = await asyncio.gather(
-            *(directory.lookup(chain(100, tag=i), [(NodeId(f"n{i}"), EPOCH)]) for i in range(holders))
-        )
-        assert answers == [{NodeId(f"n{i}"): i + 1} for i in range(holders)]
-        assert directory.errors == 0
-        await directory.close()
+        await asyncio.gather(*(ask(i) for i in range(40)))
+        assert cancelling.errors == 0
+        await cancelling.close()
 
 
-async def test_a_lookup_is_one_round_trip(redis_server: RedisProcess) -> None:
-    async with DelayingProxy(redis_server.port, delay_s=0.05) as proxy:
-        directory = RedisDirectory(proxy.url, "test")
-        names = [NodeId(f"n{i}") for i in range(8)]
-        for name in names:
-            await directory.republish(name, EPOCH, 1, chain(3000), TTL_S)
+async def test_a_lookup_is_one_round_trip(
+    redis_server: RedisProcess, directory: RedisDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(redis_directory, "LOOKUP_TIMEOUT_S", 5.0)
+    names = [NodeId(f"n{i}") for i in range(4)]
+    for name in names:
+        await directory.republish(name, EPOCH, 1, chain(3000), TTL_S)
+    async with DelayingProxy(redis_server.port, delay_s=0.15) as proxy:
+        far = RedisDirectory(proxy.url, "test")
+        # Connecting is a round trip of its own, once.
+        await far.lookup(chain(1), [(names[0], EPOCH)])
         started = time.monotonic()
-        found = await directory.lookup(chain(3000), [(name, EPOCH) for name in names])
+        found = await far.lookup(chain(3000), [(name, EPOCH) for name in names])
         took_s = time.monotonic() - started
         assert found == dict.fromkeys(names, 3000)
-        assert took_s < 0.19, "one round trip takes 0.1 s, two take 0.2 s"
-        await directory.close()
+        assert 0.3 <= took_s < 0.6, "one round trip takes 0.3 s, two take 0.6 s"
+        await far.close()
 
 
-async def assert_unavailable(directory: RedisDirectory, *, within_s: float = 1.2) -> set[str]:
-    """Every command fails with DirectoryUnavailable in time; their reasons."""
-    reasons = set()
-    for command, limit_s in (
-        (directory.lookup(chain(3), [(NODE, EPOCH)]), min(within_s, 0.35)),
+async def assert_unavailable(directory: RedisDirectory, *, within_s: float = 1.5) -> set[str]:
+    """Every command fails with DirectoryUnavailable in time, also many at once; their reasons."""
+
+    async def reason_of(command: Awaitable[object], limit_s: float) -> str:
+        started = time.monotonic()
+        with pytest.raises(DirectoryUnavailable) as caught:
+            await command
+        assert time.monotonic() - started < limit_s
+        return caught.value.reason
+
+    commands: list[tuple[Awaitable[object], float]] = [
+        (directory.lookup(chain(3), [(NODE, EPOCH)]), min(within_s, 0.6)),
         (directory.nodes(), within_s),
         (directory.register(RECORD, TTL_S), within_s),
         (directory.publish(NODE, EPOCH, 2, chain(1), [], TTL_S), within_s),
         (directory.republish(NODE, EPOCH, 3, chain(1), TTL_S), within_s),
         (directory.touch(NODE, EPOCH, TTL_S), within_s),
         (directory.unregister(NODE, EPOCH), within_s),
-    ):
-        started = time.monotonic()
-        with pytest.raises(DirectoryUnavailable) as caught:
-            await command
-        assert time.monotonic() - started < limit_s
-        reasons.add(caught.value.reason)
-    return reasons
+    ]
+    return set(await asyncio.gather(*(reason_of(*command) for command in commands)))
 
 
 async def test_redis_killed_and_restarted(redis_server: RedisProcess, directory: RedisDirectory) -> None:
@@ -149,7 +154,7 @@ async def test_redis_killed_and_restarted(redis_server: RedisProcess, directory:
     # Several connections in the pool, so that several are dead afterwards.
     await asyncio.gather(*(directory.nodes() for _ in range(10)))
     redis_server.kill()
-    await assert_unavailable(directory, within_s=0.3)
+    await assert_unavailable(directory, within_s=0.5)
     redis_server.start()
     for _ in range(20):
         assert await directory.nodes() == []
@@ -207,13 +212,7 @@ async def test_a_busy_server_is_waited_for_no_longer_than_allowed(
     redis_server: RedisProcess, directory: RedisDirectory
 ) -> None:
     await directory.nodes()
-    blocker = subprocess.Popen(
-        [
-            sys.executable,
-            "-c",
-            f"import redis; redis.Redis(port={redis_server.port}).execute_command('DEBUG SLEEP 1.5')",
-        ]
-    )
+    sleep = asyncio.create_task(asyncio.to_thread(redis_server.client().execute_command, "DEBUG SLEEP 1.2"))
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
         try:
@@ -224,7 +223,7 @@ async def test_a_busy_server_is_waited_for_no_longer_than_allowed(
         await asyncio.sleep(0.01)
     else:
         pytest.fail("the server never slept")
-    blocker.wait()
+    await sleep
     assert await directory.nodes() == []
 
 
@@ -343,7 +342,9 @@ async def test_a_republish_that_dies_half_way_leaves_nothing_behind(
     monkeypatch.setattr(redis_directory, "FIELDS_PER_COMMAND", 1)
     task = asyncio.create_task(directory.republish(NODE, EPOCH, 2, chain(5000, tag=7), 0.2))
     client = redis_server.client()
-    while not client.keys("*new-blocks*"):
+    for _ in range(1000):
+        if client.keys("*new-blocks*"):
+            break
         await asyncio.sleep(0.005)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -63,7 +63,11 @@ class Serving:
     api: InferenceApi
     cluster: FakeCluster
     client: httpx.AsyncClient
-    port: int
+    http: HttpServer
+
+    @property
+    def port(self) -> int:
+        return self.http.port
 
     @property
     def last(self) -> FakeGeneration:
@@ -86,9 +90,7 @@ async def serving(
     cluster = cluster or FakeCluster(script=saying("the blue sea") if script is None else script, model_limits=LIMITS)
     config = RouterConfig(model=MODEL, port=0, api_keys=tuple(keys), **settings)
     template = ChatTemplate({"default": CHATML}, {})
-    api = InferenceApi(
-        config, tokenizer(), template, cluster, RouterMetrics(CollectorRegistry(), model_name=MODEL)
-    )
+    api = InferenceApi(config, tokenizer(), template, cluster, RouterMetrics(CollectorRegistry(), model_name=MODEL))
     listener = listen("127.0.0.1", 0)
     server = HttpServer(api, listener)
     await server.start()
@@ -97,7 +99,7 @@ async def serving(
         async with httpx.AsyncClient(
             base_url=f"http://127.0.0.1:{server.port}", headers=headers, timeout=10.0, trust_env=False
         ) as client:
-            yield Serving(api, cluster, client, server.port)
+            yield Serving(api, cluster, client, server)
     finally:
         await server.stop()
         listener.close()

@@ -7,7 +7,6 @@ another node with one token lost or doubled ends differently from `expected_toke
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -190,7 +189,9 @@ class FakeNode(rpc.NodeServiceServicer, rpc.DecodeServiceServicer):
 
     # DecodeService
 
-    async def Session(self, commands: AsyncIterator[pb.SessionCommand], context: Any) -> AsyncIterator[pb.SessionUpdate]:
+    async def Session(
+        self, commands: AsyncIterator[pb.SessionCommand], context: Any
+    ) -> AsyncIterator[pb.SessionUpdate]:
         hello = (await anext(commands)).hello
         if hello.decode_node.epoch != self.epoch:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "another epoch")
@@ -199,15 +200,14 @@ class FakeNode(rpc.NodeServiceServicer, rpc.DecodeServiceServicer):
         mine: set[str] = set()
         reader = asyncio.create_task(self._read(commands, updates, mine))
         try:
+            update = pb.SessionUpdate(identity=self._identity())
             while True:
                 await self._running.wait()
-                yield pb.SessionUpdate(identity=self._identity())
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(HEARTBEAT_S):
-                        while True:
-                            update = await updates.get()
-                            await self._running.wait()
-                            yield update
+                yield update
+                try:
+                    update = await asyncio.wait_for(updates.get(), HEARTBEAT_S)
+                except TimeoutError:
+                    update = pb.SessionUpdate(identity=self._identity())
         finally:
             reader.cancel()
             for attempt_id in mine:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from engine.errors import Overloaded
 from router.generation import GenerationRequest, ModelLimits
 from router.testing import FakeCluster, ScriptedSequence
 from tests.router.api_harness import LIMITS, MODEL, events, finish_reasons, joined, saying, serving, tokenizer
@@ -139,8 +140,6 @@ async def test_choices_of_a_list_of_prompts_are_numbered_through() -> None:
 async def test_more_prompts_than_run_at_once_are_all_answered_though_the_cluster_is_often_full() -> None:
     class SmallCluster(FakeCluster):
         async def generate(self, request: GenerationRequest) -> Any:
-            from engine.errors import Overloaded
-
             if len(self.open_generations) >= 3:
                 raise Overloaded("three is enough")
             return await super().generate(request)
@@ -300,12 +299,14 @@ async def test_streamed_logprobs_are_those_of_the_whole_answer() -> None:
         whole = (await server.complete(logprobs=1, echo=True)).json()["choices"][0]["logprobs"]
         chunks = events((await server.complete(logprobs=1, echo=True, stream=True)).text)
     parts = [chunk["choices"][0]["logprobs"] for chunk in chunks[:-1] if chunk["choices"][0]["logprobs"]]
-    assert {name: sum((part[name] for part in parts), []) for name in whole} == whole
+    assert {name: [entry for part in parts for entry in part[name]] for name in whole} == whole
 
 
 async def test_echo_puts_the_prompt_first() -> None:
     async with serving() as server:
-        assert (await server.complete(prompt="red fox", echo=True)).json()["choices"][0]["text"] == "red foxthe blue sea"
+        assert (await server.complete(prompt="red fox", echo=True)).json()["choices"][0][
+            "text"
+        ] == "red foxthe blue sea"
         chunks = events((await server.complete(prompt="red fox", echo=True, stream=True, n=2)).text)
         assert joined(chunks, 0) == joined(chunks, 1) == "red foxthe blue sea"
         ids = tokenizer().encode("red fox")
@@ -355,7 +356,7 @@ async def test_token_ids_on_request() -> None:
         assert choice["prompt_token_ids"] == prompt and choice["token_ids"] == output
         chunks = events((await server.complete(return_token_ids=True, stream=True)).text)[:-1]
     assert chunks[0]["choices"][0]["prompt_token_ids"] == prompt
-    assert sum((chunk["choices"][0]["token_ids"] for chunk in chunks), []) == output
+    assert [id for chunk in chunks for id in chunk["choices"][0]["token_ids"]] == output
 
 
 async def test_tokens_can_be_shown_as_ids() -> None:

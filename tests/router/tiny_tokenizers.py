@@ -75,13 +75,17 @@ def _byte_of() -> dict[str, int]:
 
 
 @cache
-def byte_level(vocab_size: int = 400) -> TinyTokenizer:
-    """Like GPT-2, Llama 3, Qwen and SmolLM2: tokens are bytes, some of them joined."""
+def byte_level(*, strip: bool = False) -> TinyTokenizer:
+    """Like GPT-2, Llama 3, Qwen and SmolLM2: tokens are bytes, some of them joined.
+
+    With `strip` the decoder drops a first space, so that the text is not the bytes alone.
+    """
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
+    steps = [decoders.ByteLevel(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps) if strip else steps[0]
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=400,
         special_tokens=["<|end|>", "<|start|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

@@ -1,0 +1,244 @@
+"""The operations equal their oracle: paged attention in every shape, KV writes, counter-based noise."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from kernels import ops, reference
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+class Case:
+    """A pool with random content and a ragged batch over scattered blocks; slots nobody owns hold NaN."""
+
+    def __init__(
+        self,
+        lens: list[tuple[int, int]],
+        *,
+        heads: int = 6,
+        kv_heads: int = 2,
+        head_dim: int = 16,
+        block_size: int = 4,
+        dtype: torch.dtype = torch.float32,
+        num_layers: int = 3,
+    ) -> None:
+        generator = torch.Generator().manual_seed(11)
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator).to(dtype)
+
+        needed = [-(-context // block_size) for _, context in lens]
+        num_blocks = sum(needed) + 3
+        self.pool = torch.full((num_blocks, num_layers, 2, kv_heads, block_size, head_dim), math.nan, dtype=dtype)
+        ids = torch.randperm(num_blocks, generator=generator).tolist()
+        self.tables = [[ids.pop() for _ in range(count)] for count in needed]
+        self.query_starts = [0]
+        self.context_lens = [context for _, context in lens]
+        slots: list[int] = []
+        for (query_len, context), table in zip(lens, self.tables, strict=True):
+            self.query_starts.append(self.query_starts[-1] + query_len)
+            places = [table[p // block_size] * block_size + p % block_size for p in range(context)]
+            for slot in places[: context - query_len]:
+                self.pool[slot // block_size, :, :, :, slot % block_size] = random(num_layers, 2, kv_heads, head_dim)
+            slots += places[context - query_len :]
+        self.slots = slots
+        total = self.query_starts[-1]
+        self.query = random(heads, total, head_dim)
+        self.key = random(kv_heads, total, head_dim)
+        self.value = random(kv_heads, total, head_dim)
+
+    def plan(self, pool: torch.Tensor) -> ops.PagedPlan:
+        width = max(map(len, self.tables))
+        return ops.PagedPlan(
+            pool,
+            slots=torch.tensor(self.slots),
+            query_starts=self.query_starts,
+            context_lens=self.context_lens,
+            block_tables=torch.tensor([table + [0] * (width - len(table)) for table in self.tables]),
+        )
+
+    def run(self, layer: int = 1, **options: Any) -> torch.Tensor:
+        plan = self.plan(self.pool)
+        ops.write_kv(plan, layer, self.key, self.value)
+        return ops.paged_attention(plan, layer, self.query, self.key, self.value, scale=0.3, **options)
+
+    def expected(self, layer: int = 1, **options: Any) -> torch.Tensor:
+        pool = self.pool.clone()
+        reference.write_kv(pool, layer, self.key.transpose(0, 1), self.value.transpose(0, 1), self.slots)
+        return reference.paged_attention(
+            self.query.transpose(0, 1),
+            pool,
+            layer,
+            query_starts=self.query_starts,
+            context_lens=self.context_lens,
+            block_tables=self.tables,
+            scale=0.3,
+            **options,
+        )
+
+
+MIXED = [(1, 1), (1, 9), (5, 5), (3, 8), (1, 4), (4, 4), (2, 13)]
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim"), [(9, 3, 64), (4, 4, 8), (5, 1, 7), (6, 2, 20), (7, 7, 33), (1, 1, 1)]
+)
+@pytest.mark.parametrize("layer", [0, 2])
+def test_attention_of_mixed_batches(heads: int, kv_heads: int, head_dim: int, layer: int) -> None:
+    case = Case(MIXED, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+    torch.testing.assert_close(case.run(layer), case.expected(layer), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("query_len", [1, 127, 128, 129, 300])
+@pytest.mark.parametrize("history", [0, 1, 150])
+def test_attention_of_long_chunks(query_len: int, history: int) -> None:
+    case = Case([(query_len, history + query_len)], heads=2, kv_heads=1, head_dim=8, block_size=16, num_layers=2)
+    torch.testing.assert_close(case.run(), case.expected(), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("window", [1, 7, 8, 9, 100])
+def test_window_counts_the_query_itself(window: int) -> None:
+    case = Case([(1, 8), (8, 8), (3, 8), (1, 9), (1, 3), (9, 9)])
+    torch.testing.assert_close(case.run(window=window), case.expected(window=window), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    case = Case(MIXED, dtype=dtype)
+    torch.testing.assert_close(case.run().float(), case.expected().float(), atol=2e-2, rtol=2e-2)
+
+
+def test_a_sequence_gets_the_same_bits_alone_and_in_a_batch() -> None:
+    lens = [(1, 300), (40, 40), (30, 90), (1, 17), (1, 300)]
+    batch = Case(lens, heads=9, kv_heads=3, head_dim=64, block_size=16)
+    together = batch.run()
+    width = max(map(len, batch.tables))
+    for index, (query_len, context) in enumerate(lens):
+        first = batch.query_starts[index]
+        rows = slice(first, first + query_len)
+        plan = ops.PagedPlan(
+            batch.pool,
+            slots=torch.tensor(batch.slots[rows]),
+            query_starts=[0, query_len],
+            context_lens=[context],
+            block_tables=torch.tensor([batch.tables[index] + [0] * (width - len(batch.tables[index]))]),
+        )
+        parts = [tensor[:, rows].contiguous() for tensor in (batch.query, batch.key, batch.value)]
+        alone = ops.paged_attention(plan, 1, *parts, scale=0.3)
+        assert torch.equal(alone, together[rows])
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_write_touches_its_slots_and_nothing_else(layer: int) -> None:
+    case = Case([(3, 8), (1, 1)], head_dim=5)
+    expected = case.pool.clone()
+    reference.write_kv(expected, layer, case.key.transpose(0, 1), case.value.transpose(0, 1), case.slots)
+    ops.write_kv(case.plan(case.pool), layer, case.key, case.value)
+    assert torch.equal(case.pool.nan_to_num(123.0), expected.nan_to_num(123.0))
+
+
+def test_offsets_beyond_32_bits() -> None:
+    """A pool of more than 2^31 elements, of which only the touched pages exist."""
+    num_blocks, high = 40_000, 39_999
+    pool = torch.empty(num_blocks, 2, 2, 4, 64, 64, dtype=torch.float32)
+    assert pool[:high].numel() > 2**31
+    key, value, query = torch.randn(4, 2, 64), torch.randn(4, 2, 64), torch.randn(4, 2, 64)
+    plan = ops.PagedPlan(
+        pool,
+        slots=torch.tensor([high * 64, high * 64 + 1]),
+        query_starts=[0, 2],
+        context_lens=[2],
+        block_tables=torch.tensor([[high]]),
+    )
+    ops.write_kv(plan, 1, key, value)
+    assert torch.equal(pool[high, 1, 0, :, :2], key) and torch.equal(pool[high, 1, 1, :, :2], value)
+    last = ops.PagedPlan(
+        pool,
+        slots=torch.tensor([high * 64 + 1]),
+        query_starts=[0, 1],
+        context_lens=[2],
+        block_tables=torch.tensor([[high]]),
+    )
+    both = ops.paged_attention(plan, 1, query, key, value, scale=0.1)
+    one = ops.paged_attention(last, 1, query[:, 1:], key[:, 1:], value[:, 1:], scale=0.1)
+    torch.testing.assert_close(one, both[1:])
+
+
+def test_noise_bits_equal_the_oracle_and_fixed_vectors() -> None:
+    key = reference.noise_key(2**64 - 1, 3, 17)
+    ids = [0, 1, 2, 49151, 128255, 2**31 - 1]
+    bits = ops.noise_bits(key, torch.tensor(ids, dtype=torch.int32)).tolist()
+    assert bits == [reference.noise_bits(key, token_id) for token_id in ids]
+    assert key == (1700359195, 358837614)
+    assert bits == [515837378, 184417122, 1769814334, 105254928, 932200824, 1320776013]
+
+
+def test_every_part_of_the_key_matters() -> None:
+    keys = [
+        reference.noise_key(*parts) for parts in [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0), (2**32, 0, 0)]
+    ]
+    assert len(set(keys)) == len(keys)
+
+
+def test_noise_bits_are_uniform_and_unrelated() -> None:
+    ids = torch.arange(1 << 14, dtype=torch.int32)
+    rows = [ops.noise_bits(reference.noise_key(0, 0, position), ids).double() / 2**31 for position in range(8)]
+    for row in rows:
+        counts = torch.histc(row.float(), bins=64, min=0.0, max=1.0)
+        chi_square = float(((counts - 256) ** 2 / 256).sum())  # 63 degrees of freedom: mean 63, deviation 11.2
+        assert 20 < chi_square < 120
+    correlations = torch.corrcoef(torch.stack(rows)).fill_diagonal_(0)
+    assert correlations.abs().max() < 5 / 2**7
+    assert abs(float(torch.corrcoef(torch.stack([rows[0][1:], rows[0][:-1]]))[0, 1])) < 5 / 2**7
+
+
+def test_gumbel_is_as_exact_as_a_library() -> None:
+    some = torch.randint(0, 2**31 - 1, (2000,), generator=torch.Generator().manual_seed(1)).tolist()
+    for bits in [0, 1, 2, 2**30, 2**31 - 2, 2**31 - 1, *some]:
+        assert ops.gumbel(bits) == pytest.approx(reference.gumbel(bits), abs=1e-12, rel=1e-12)
+
+
+def test_gumbel_vectors() -> None:
+    """Fixed bits, so that a platform that computes others is noticed."""
+    assert [ops.gumbel(bits).hex() for bits in (0, 12345, 2**30, 2**31 - 1)] == [
+        "0x1.62e42fef9b9efp+4",
+        "0x1.8220df7e33762p+3",
+        "0x1.774f29b24c165p-2",
+        "-0x1.8cb356b3d1af7p+1",
+    ]
+
+
+def test_the_first_pass_never_loses_the_winner() -> None:
+    generator = torch.Generator().manual_seed(5)
+    for position in range(300):
+        scores = torch.randn(211, generator=generator) * (position % 7)
+        if position % 3 == 0:
+            scores[torch.rand(211, generator=generator) < 0.9] = -torch.inf
+            scores[position % 211] = 0.0
+        token = ops.sample_gumbel(scores, None, seed=9, sequence_index=2, position=position)
+        key = reference.noise_key(9, 2, position)
+        totals = [score + reference.gumbel(reference.noise_bits(key, i)) for i, score in enumerate(scores.tolist())]
+        assert token == max(range(211), key=totals.__getitem__)
+
+
+def test_one_candidate_is_drawn_whatever_its_noise() -> None:
+    scores = torch.full((50,), -torch.inf)
+    scores[31] = -1e30
+    assert all(ops.sample_gumbel(scores, None, seed=s, sequence_index=0, position=0) == 31 for s in range(50))
+
+
+def test_noise_belongs_to_token_ids_not_places() -> None:
+    scores = torch.randn(100, generator=torch.Generator().manual_seed(2))
+    for position in range(20):
+        whole = ops.sample_gumbel(scores, None, seed=1, sequence_index=0, position=position)
+        some = torch.tensor(sorted({whole, 5, 17, 70}))
+        drawn = ops.sample_gumbel(scores[some], some, seed=1, sequence_index=0, position=position)
+        assert drawn == whole

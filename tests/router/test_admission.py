@@ -1,0 +1,90 @@
+"""Places in flight, what can never fit, and honest times to come back."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.errors import InvalidRequest, Overloaded
+from engine.ids import RequestId
+from engine.sampling_params import SamplingParams
+from router.admission import UNKNOWN_RETRY_S, Admission, Outcome, check_fits
+from router.generation import GenerationRequest, ModelLimits
+
+LIMITS = ModelLimits(vocab_size=100, max_model_len=64, block_size=4, max_request_blocks=10)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_request(prompt_tokens: int = 4, max_tokens: int = 4, n: int = 1) -> GenerationRequest:
+    return GenerationRequest(
+        RequestId("r"), tuple(range(prompt_tokens)), SamplingParams(max_tokens=max_tokens), num_sequences=n
+    )
+
+
+def make_admission(clock: Clock, *, sequences: int = 2, tokens: int = 100) -> Admission:
+    return Admission(max_waiting_sequences=sequences, max_waiting_tokens=tokens, clock=clock)
+
+
+@pytest.mark.parametrize(("prompt_tokens", "max_tokens", "fits"), [(20, 20, True), (20, 21, False), (60, 5, False)])
+def test_what_no_pool_or_context_holds_is_refused(prompt_tokens: int, max_tokens: int, fits: bool) -> None:
+    request = make_request(prompt_tokens, max_tokens)
+    if fits:
+        check_fits(request, LIMITS)
+        return
+    with pytest.raises(InvalidRequest) as caught:
+        check_fits(request, LIMITS)
+    assert caught.value.param == "max_tokens"
+
+
+def test_sequences_count_and_places_come_back() -> None:
+    admission = make_admission(Clock())
+    first = admission.admit(make_request(n=2), capacity=2)
+    second = admission.admit(make_request(n=2), capacity=2)
+    with pytest.raises(Overloaded) as caught:
+        admission.admit(make_request(), capacity=2)
+    assert caught.value.reason == "queue_full"
+    first.close(Outcome.FINISHED)
+    first.close(Outcome.FAILED)
+    admission.admit(make_request(n=2), capacity=2).close(Outcome.CANCELLED)
+    second.close(Outcome.FAILED)
+    assert admission.requests == admission.sequences == admission.waiting_tokens == 0
+    assert admission.outcomes == {Outcome.FINISHED: 1, Outcome.FAILED: 1, Outcome.CANCELLED: 1}
+    assert admission.refused == 1
+
+
+def test_a_lone_request_is_never_too_many() -> None:
+    with make_admission(Clock(), sequences=1).admit(make_request(n=8), capacity=1):
+        pass
+
+
+def test_waiting_tokens_are_bounded_until_the_first_token() -> None:
+    admission = make_admission(Clock(), sequences=50, tokens=100)
+    first = admission.admit(make_request(80), capacity=9)
+    with pytest.raises(Overloaded) as caught:
+        admission.admit(make_request(30), capacity=9)
+    assert caught.value.reason == "tokens_full"
+    first.first_token()
+    first.first_token()
+    assert admission.waiting_tokens == 0
+    second = admission.admit(make_request(300), capacity=9)
+    first.close(Outcome.FINISHED)
+    second.close(Outcome.FINISHED)
+    assert admission.waiting_tokens == 0
+
+
+def test_retry_after_follows_the_rate_of_completions() -> None:
+    clock = Clock()
+    admission = make_admission(clock)
+    assert admission.retry_after_s() == UNKNOWN_RETRY_S
+    for _ in range(40):
+        clock.now += 0.5
+        admission.admit(make_request(), capacity=9).close(Outcome.FINISHED)
+    assert admission.retry_after_s(20) == pytest.approx(10.0, rel=0.1)
+    assert admission.retry_after_s(1) == 1.0
+    assert admission.retry_after_s(10_000) == 60.0
