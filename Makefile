@@ -57,8 +57,9 @@ $(VENV)/bin/python:
 
 # A stamp is newer than pyproject.toml when what that names is installed; pip runs only when it is not.
 $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
-	$(PIP) install --quiet $(TORCH_PIP_ARGS) torch==$(TORCH_VERSION)
-	$(PIP) install --quiet --editable .
+	@echo "Installing into $(VENV); this happens once and takes some minutes."
+	$(PIP) install $(TORCH_PIP_ARGS) torch==$(TORCH_VERSION)
+	$(PIP) install --editable .
 	@touch $@
 
 $(VENV)/.installed-test: pyproject.toml $(VENV)/.installed

@@ -267,6 +267,8 @@ class HandoffReceiver:
         expected = {sequence.index for sequence in (self.leader, *self.leader.siblings)}
         if set(tokens) != expected:
             raise AttemptFailed("first tokens came for the wrong sequences", reason="first_tokens_mismatch")
+        if any(token.token_id >= self._host.description.vocab_size for token in tokens.values()):
+            raise AttemptFailed("a first token lies outside the vocabulary", reason="bad_first_token")
         self._has_first_tokens = True
         self.attempt.report_prefill(
             queue_s=message.queue_s, prefill_s=message.prefill_s, node_id=self.target.identity.node_id

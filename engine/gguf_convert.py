@@ -23,8 +23,6 @@ from engine.safetensors_file import TensorEntry, write_tensors
 if TYPE_CHECKING:
     from gguf import GGUFReader
 
-CONVERTER_VERSION = 1
-
 _MODEL_CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _KNOWN_KEYS = {
     "attention.head_count",

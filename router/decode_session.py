@@ -120,14 +120,18 @@ class DecodeSession:
             self._deliver(message)
 
     async def _write(self, call: Any) -> None:
-        # The reader learns of a broken stream and reports it; here it only means that there is no more to write.
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            while True:
-                while self._commands:
-                    await call.write(self._commands.popleft())
-                self._is_flushed.set()
-                self._has_commands.clear()
-                await self._has_commands.wait()
+        try:
+            # The reader learns of a broken stream and reports it; here it only means that there is no more to write.
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                while True:
+                    while self._commands:
+                        await call.write(self._commands.popleft())
+                    self._is_flushed.set()
+                    self._has_commands.clear()
+                    await self._has_commands.wait()
+        finally:
+            # A session that can only be read must not look alive.
+            call.cancel()
 
     def _deliver(self, message: pb.SessionUpdate) -> None:
         attempts = self._node.attempts

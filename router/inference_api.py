@@ -28,6 +28,8 @@ _TENANT_LABEL = b"pdserve tenant salt v1"
 _TOKENIZER_THREADS = 2
 _ECHOED_NAME_CHARACTERS = 128
 _LONG_TEXT_CHARACTERS = 4000
+_INLINE_CHARACTERS = 1000
+_MESSAGE_CHARACTERS = 50
 _Result = TypeVar("_Result")
 
 
@@ -136,9 +138,9 @@ class InferenceApi:
     async def tokenize_text(
         self, text: str, *, add_special_tokens: bool = True, param: str = "prompt", allow_empty: bool = False
     ) -> list[int]:
-        """Token ids of a text, made off the event loop; a text that cannot fit is refused before."""
+        """Token ids of a text, made off the event loop if it is long; a text that cannot fit is refused before."""
         self.check_length(len(text), param=param)
-        ids = await self.in_thread(lambda: self._encode(text, add_special_tokens))
+        ids = await self._run(lambda: self._encode(text, add_special_tokens), len(text))
         if not ids and not allow_empty:
             raise InvalidRequest(f"{param} must hold at least one token", param=param)
         return ids
@@ -169,7 +171,8 @@ class InferenceApi:
             raise InvalidRequest(
                 "This model has no chat template; use /v1/completions", param="messages", reason="no_chat_template"
             )
-        self.check_length(sum(_content_length(message) for message in messages), param="messages")
+        num_characters = sum(_content_length(message) for message in messages)
+        self.check_length(num_characters, param="messages")
 
         def render_and_encode() -> list[int]:
             text = template.render(
@@ -182,7 +185,10 @@ class InferenceApi:
             self.check_length(len(text), param="messages")
             return self._encode(text, add_special_tokens)
 
-        return await self.in_thread(render_and_encode)
+        # What a template makes of these is not known from the length of the messages.
+        has_more = bool(tools) or bool(extra)
+        cost = num_characters + _MESSAGE_CHARACTERS * len(messages)
+        return await self._run(render_and_encode, _LONG_TEXT_CHARACTERS if has_more else cost)
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # Encoding a single text keeps the interpreter's lock, so that a long one would hold up every other request;
@@ -196,6 +202,10 @@ class InferenceApi:
         limits = self.limits
         if num_characters > limits.max_model_len * self._longest_token:
             raise too_long(None, limits, param=param)
+
+    async def _run(self, work: Callable[[], _Result], num_characters: int) -> _Result:
+        """A short text is done before a thread would have begun; a longer one must not hold up the event loop."""
+        return work() if num_characters <= _INLINE_CHARACTERS else await self.in_thread(work)
 
     async def in_thread(self, work: Callable[[], _Result]) -> _Result:
         """Run something slow that is no coroutine on the tokeniser's threads."""

@@ -37,6 +37,7 @@ class PrefixLookup:
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="block-hash")
         self._under_way: set[asyncio.Task[dict[NodeId, int]]] = set()
         self._paused_until = 0.0
+        self._is_failing = False
 
     async def cached_tokens(
         self,
@@ -88,6 +89,7 @@ class PrefixLookup:
             self._failed(f"{type(error).__name__}: {error}")
             return {}
         blocks = task.result()
+        self._is_failing = False
         if any(blocks.values()):
             self._counters.directory_hits += 1
         return blocks
@@ -101,7 +103,10 @@ class PrefixLookup:
     def _failed(self, why: str) -> None:
         self._counters.directory_errors += 1
         self._paused_until = self._clock() + self._timing.lookup_pause_s
-        logger.warning("directory_lookup_failed reason=%r", why)
+        if not self._is_failing:
+            # Once per outage, however long it lasts.
+            self._is_failing = True
+            logger.warning("directory_lookup_failed reason=%r", why)
 
 
 def _chain(fingerprint: Fingerprint, tenant_salt: bytes, token_ids: Sequence[int]) -> list[BlockHash]:

@@ -124,7 +124,7 @@ def test_nothing_new_starts_while_too_many_are_ungranted() -> None:
 
 
 def test_a_full_pool_holds_the_head_and_all_behind_it() -> None:
-    queue, pool = scheduler(24)
+    queue, pool = scheduler(24, budget=48)
     jobs = [job(12 * 4, first=100 * i) for i in range(3)] + [job(2, first=900)]
     for entry in jobs:
         queue.add(entry)

@@ -89,8 +89,9 @@ class Received:
 
 async def collect(generation: Generation) -> Received:
     received = Received()
-    async for delta in generation:
-        received.take(delta)
+    async with asyncio.timeout(10.0):
+        async for delta in generation:
+            received.take(delta)
     return received
 
 

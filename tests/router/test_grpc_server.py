@@ -409,8 +409,9 @@ async def test_a_client_that_reads_nothing_is_cut_off() -> None:
         await until(lambda: served.api.num_running == 0)
         # Once it reads again it learns why.
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            async for _ in call:
-                pass
+            async with asyncio.timeout(20):
+                async for _ in call:
+                    pass
         assert caught.value.code() is Code.RESOURCE_EXHAUSTED
         assert "read nothing" in (caught.value.details() or "")
 

@@ -262,3 +262,22 @@ async def test_a_stalled_prefill_node_is_not_offered() -> None:
         await harness.run(make_request())
         (start,) = harness.nodes["decode-0"].starts
         assert [target.identity.node_id for target in start.prefill_nodes] == ["prefill-1"]
+
+
+async def test_a_pause_of_the_router_itself_costs_no_node() -> None:
+    async with running_cluster(decode=2, prefill=1) as harness:
+        time.sleep(1.5 * PROGRESS_DEADLINE_S)  # noqa: ASYNC251 - the very thing under test
+        await asyncio.sleep(PROGRESS_DEADLINE_S / 2)
+        assert harness.cluster.counters.nodes_lost == 0
+        await harness.ready()
+
+
+async def test_a_node_that_describes_itself_wrongly_is_listed_with_the_reason() -> None:
+    async with running_cluster(decode=1) as harness:
+        odd = FakeNode("decode", "odd")
+        odd.fingerprint = make_fingerprint(rope_digest="")
+        harness.nodes["odd"] = await odd.start(harness.directory)
+        await until(lambda: harness.health("odd") is NodeHealth.UNREACHABLE)
+        described = await harness.cluster.describe()
+        (node,) = [node for node in described["nodes"] if node["id"] == "odd"]  # type: ignore[attr-defined]
+        assert "rope_digest" in node["trouble"]
