@@ -33,14 +33,14 @@ check: $(VENV)/.installed-test
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
-	$(VENV)/bin/python deploy/generate_proto.py --check
+	$(VENV)/bin/python -m proto.generate --check
 
 format: $(VENV)/.installed-test
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
 proto: $(VENV)/.installed-test
-	$(VENV)/bin/python deploy/generate_proto.py
+	$(VENV)/bin/python -m proto.generate
 
 install: $(VENV)/.installed
 install-test: $(VENV)/.installed-test

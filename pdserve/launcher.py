@@ -124,7 +124,7 @@ def make_plan(options: ServeOptions, config: RouterConfig, files: ModelFiles, ru
     ports = choose_free_ports(nodes + 2)
     http_port = config.port or ports[-1]
     grpc_port = "off" if config.grpc_port is None else str(config.grpc_port or ports[-2])
-    names = [*config.served_model_names] or [files.model_id]
+    names = [*config.served_model_names] or list(dict.fromkeys((options.model, files.model_id)))
     redis_url = private_redis.redis_url(runtime) if runtime else options.redis_url
     assert redis_url is not None
     base = _base_environment() | {environment_names("redis_url")[0]: redis_url}

@@ -88,6 +88,7 @@ class RunningRequest:
         self._wake_reader = asyncio.Event()
         self._wake_writers = asyncio.Event()
         self._error: BaseException | None = None
+        self._admission: asyncio.Future[Generation] | None = None
         self._is_admitted = False
         self._is_closed = False
 
@@ -131,7 +132,7 @@ class RunningRequest:
 
     async def start(self) -> None:
         """Admit the first prompt, so that a refusal is an answer of its own; then let all of them run."""
-        generation = await self._cluster.generate(self.requests[0])
+        generation = await self._admit_first()
         self._is_admitted = True
         self._metrics.requests_open.inc()
         self._adopt(0, generation)
@@ -171,6 +172,8 @@ class RunningRequest:
         if self._error is None and self._unfinished:
             self._error = error
             self._wake_reader.set()
+            if self._admission is not None:
+                self._admission.cancel()
 
     async def aclose(self) -> None:
         """Cancel what still runs, free it and count the request as over. Idempotent."""
@@ -186,6 +189,22 @@ class RunningRequest:
             self._generations.clear()
             self._close_books()
             self._on_close(self)
+
+    async def _admit_first(self) -> Generation:
+        """Admit the first prompt, unless `fail` or the caller's leaving ends the waiting."""
+        self._admission = asyncio.ensure_future(self._cluster.generate(self.requests[0]))
+        try:
+            return await self._admission
+        except asyncio.CancelledError:
+            if not self._admission.cancelled() and self._admission.exception() is None:
+                # Admitted in the very moment of the cancellation: nobody else knows of it.
+                await self._admission.result().aclose()
+            task = asyncio.current_task()
+            if self._error is not None and (task is None or not task.cancelling()):
+                raise self._error from None
+            raise
+        finally:
+            self._admission = None
 
     async def _run_lane(self, prompt_index: int | None, generation: Generation | None) -> None:
         """Run prompts one after the other until none is left."""

@@ -116,7 +116,8 @@ async def _drain(config: RouterConfig, api: InferenceApi, cluster: RouterCluster
 
 
 def _registry() -> CollectorRegistry:
-    disable_created_metrics()  # One more series for each counter and histogram, which nobody asks for.
+    # They are one more series for each counter and histogram, which nobody asks for.
+    disable_created_metrics()  # type: ignore[no-untyped-call]
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)

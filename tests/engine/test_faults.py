@@ -1,4 +1,4 @@
-"""Injected faults: read strictly, performed at the visit that was asked for, and nothing where nothing was asked for."""
+"""Injected faults: read strictly, performed at the visit that was asked for, and at no other."""
 
 from __future__ import annotations
 

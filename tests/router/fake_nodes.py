@@ -61,6 +61,7 @@ class Behaviour:
         forget_attempts: attempts are taken and never heard of again.
         cached_tokens: reported for each attempt.
         ignore_cancels: cancelled attempts go on, as if the cancel were still on its way.
+        nonsense: so many attempts are answered with a finish reason that does not exist.
     """
 
     token_delay_s: float = 0.0
@@ -71,6 +72,7 @@ class Behaviour:
     forget_attempts: bool = False
     cached_tokens: int | None = None
     ignore_cancels: bool = False
+    nonsense: int = 0
 
 
 class FakeNode(rpc.NodeServiceServicer, rpc.DecodeServiceServicer):
@@ -241,6 +243,11 @@ class FakeNode(rpc.NodeServiceServicer, rpc.DecodeServiceServicer):
             ]
             updates.put_nowait(pb.SessionUpdate(identity=self._identity(), sequences=errors))
             return
+        if self.does.nonsense:
+            self.does.nonsense -= 1
+            nonsense = pb.SequenceUpdate(attempt_id=start.attempt_id, token_ids=[1])
+            nonsense.finish_reason = 77  # type: ignore[assignment]
+            updates.put_nowait(pb.SessionUpdate(identity=self._identity(), sequences=[nonsense]))
         self._attempts[start.attempt_id] = {
             sequence.index: asyncio.create_task(self._generate(start, sequence, updates))
             for sequence in start.sequences

@@ -650,3 +650,14 @@ async def test_our_own_work_is_not_counted_twice() -> None:
         await until(lambda: node.status is not None and node.status.running_sequences == 5)
         assert (node.own.sequences, node.foreign_sequences()) == (3, 2)
         await generation.aclose()
+
+
+async def test_a_node_that_talks_nonsense_is_believed_nothing_more() -> None:
+    async with running_cluster(decode=2) as harness:
+        for node in harness.nodes.values():
+            node.does.nonsense = 1
+        request = make_request(n=2)
+        received = await harness.run(request)
+        assert received.tokens == {index: expected(request, index) for index in range(2)}
+        first = next(node for node in harness.nodes.values() if node.cancels)
+        assert first.cancels[0].attempt_id == first.starts[0].attempt_id

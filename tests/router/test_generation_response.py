@@ -241,6 +241,16 @@ async def test_what_does_not_finish_while_draining_ends_with_an_error() -> None:
         assert (await whole).status_code == 503
 
 
+async def test_request_that_still_waits_for_a_node_is_told_too() -> None:
+    cluster = FakeCluster(script=HANGING, model_limits=LIMITS, admit_delay_s=30.0)
+    async with serving(cluster=cluster) as server:
+        waiting = asyncio.create_task(server.complete())
+        await soon(lambda: server.api.num_running == 1)
+        assert await server.api.drain(0.05) == 1
+        response = await waiting
+        assert response.status_code == 503 and response.json()["error"]["code"] == "draining"
+
+
 async def test_long_text_is_tokenised_while_health_answers() -> None:
     limits = LIMITS.__class__(vocab_size=512, max_model_len=3_000_000, block_size=16, max_request_blocks=10**6)
     async with serving(cluster=FakeCluster(script=saying("x"), model_limits=limits)) as server:
