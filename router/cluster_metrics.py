@@ -58,18 +58,18 @@ class ClusterCollector(Collector):
             "vllm:kv_cache_usage_perc", "Share of the node's blocks in use; 1 is all.", labels=labels
         )
         transfers = CounterMetricFamily(
-            "pdserve_transfers", "Transfers of KV blocks, by what became of them.", labels=(*labels, "outcome")
+            "pdserve:transfers", "Transfers of KV blocks, by what became of them.", labels=(*labels, "outcome")
         )
         failures = CounterMetricFamily(
-            "pdserve_handoff_failures", "Hand-offs that failed, by reason.", labels=(*labels, "reason")
+            "pdserve:handoff_failures", "Hand-offs that failed, by reason.", labels=(*labels, "reason")
         )
         kv_bytes = CounterMetricFamily(
-            "pdserve_kv_transfer_bytes", "Bytes of KV sent (prefill) or received (decode).", labels=labels
+            "pdserve:kv_transfer_bytes", "Bytes of KV sent (prefill) or received (decode).", labels=labels
         )
-        local = CounterMetricFamily("pdserve_local_prefills", "Prompts computed by a decode node.", labels=labels)
+        local = CounterMetricFamily("pdserve:local_prefills", "Prompts computed by a decode node.", labels=labels)
         preemptions = CounterMetricFamily("vllm:num_preemptions", "Preemptions.", labels=labels)
-        in_flight = GaugeMetricFamily("pdserve_node_in_flight", "Work of this router on the node.", labels=labels)
-        state = GaugeMetricFamily("pdserve_node_state", "1 for the state a node is in.", labels=(*labels, "state"))
+        in_flight = GaugeMetricFamily("pdserve:node_in_flight", "Work of this router on the node.", labels=labels)
+        state = GaugeMetricFamily("pdserve:node_state", "1 for the state a node is in.", labels=(*labels, "state"))
         now = self._clock()
         for node in self._cluster.registry.nodes():
             values = (self._model_name, node.node_id, node.role)
@@ -95,19 +95,19 @@ class ClusterCollector(Collector):
     def _router_families(self) -> Iterator[Metric]:
         cluster, labels, values = self._cluster, ("model_name",), (self._model_name,)
         for field in fields(cluster.counters):
-            counter = CounterMetricFamily(f"pdserve_{field.name}", COUNTER_HELP[field.name], labels=labels)
+            counter = CounterMetricFamily(f"pdserve:{field.name}", COUNTER_HELP[field.name], labels=labels)
             counter.add_metric(values, getattr(cluster.counters, field.name))
             yield counter
         outcomes = CounterMetricFamily(
-            "pdserve_requests", "Admitted requests by how they ended.", labels=(*labels, "outcome")
+            "pdserve:requests", "Admitted requests by how they ended.", labels=(*labels, "outcome")
         )
         for outcome, count in cluster.admission.outcomes.items():
             outcomes.add_metric((*values, outcome.value), count)
         yield outcomes
         for name, text, value in (
-            ("pdserve_in_flight_requests", "Admitted requests that have not ended.", cluster.admission.requests),
-            ("pdserve_in_flight_sequences", "Their sequences.", cluster.admission.sequences),
-            ("pdserve_waiting_tokens", "Prompt tokens without a first token yet.", cluster.admission.waiting_tokens),
+            ("pdserve:in_flight_requests", "Admitted requests that have not ended.", cluster.admission.requests),
+            ("pdserve:in_flight_sequences", "Their sequences.", cluster.admission.sequences),
+            ("pdserve:waiting_tokens", "Prompt tokens without a first token yet.", cluster.admission.waiting_tokens),
         ):
             gauge = GaugeMetricFamily(name, text, labels=labels)
             gauge.add_metric(values, value)

@@ -256,6 +256,7 @@ class RunningRequest:
                 include_stop_str=params.include_stop_str,
                 skip_special_tokens=params.skip_special_tokens,
                 min_tokens=request.sampling.min_tokens,
+                prompt_ids=request.prompt_token_ids,
             )
             for _ in range(params.n)
         ]

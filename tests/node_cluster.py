@@ -1,4 +1,4 @@
-"""Prefill nodes and a decode node in one process, talking over real gRPC on loopback, and a router's side to drive them."""
+"""Prefill and decode nodes in one process, talking over real gRPC on loopback, and a router's side to drive them."""
 
 from __future__ import annotations
 
@@ -39,6 +39,9 @@ from proto import worker_pb2_grpc
 BLOCK = 4
 SIM_LAYOUT = KvLayout(num_layers=2, kv_heads=1, head_dim=4, block_size=BLOCK, dtype="float32")
 _numbers = itertools.count(1)
+
+Write = Callable[[pb.HandoffEvent], Awaitable[None]]
+Script = Callable[[AsyncIterator[pb.HandoffCommand], Write], Awaitable[None]]
 
 
 def sim_runner(
@@ -158,13 +161,14 @@ class Router:
         self.streams: dict[tuple[str, int], Stream] = {}
         self.facts: dict[str, pb.AttemptUpdate] = {}
         self.unexpected: list[str] = []
+        self._writing = asyncio.Lock()
 
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator[Router]:
         async with open_channel(self.decode.node.description.address) as channel:
             self.call = worker_pb2_grpc.DecodeServiceStub(channel).Session()
             hello = pb.SessionHello(router_id="router", decode_node=self.decode.node.description.identity)
-            await self.call.write(pb.SessionCommand(hello=hello))
+            await self.send(pb.SessionCommand(hello=hello))
             reader = asyncio.create_task(self._read())
             try:
                 yield self
@@ -215,15 +219,20 @@ class Router:
             local_prefill_threshold=threshold,
         )
 
+    async def send(self, command: pb.SessionCommand) -> None:
+        # A call takes one write at a time.
+        async with self._writing:
+            await self.call.write(command)
+
     async def start(self, message: pb.StartAttempt) -> list[Stream]:
         for start in message.sequences:
             self.streams.setdefault((message.attempt_id, start.index), Stream())
-        await self.call.write(pb.SessionCommand(start=message))
+        await self.send(pb.SessionCommand(start=message))
         return [self.streams[message.attempt_id, start.index] for start in message.sequences]
 
     async def cancel(self, message: pb.StartAttempt, index: int | None = None) -> None:
         cancel = pb.CancelAttempt(attempt_id=message.attempt_id, sequence_index=index)
-        await self.call.write(pb.SessionCommand(cancel=cancel))
+        await self.send(pb.SessionCommand(cancel=cancel))
 
     async def generate(self, prompt: Sequence[int], prefill: Sequence[Any] = (), **more: Any) -> list[list[int]]:
         """The tokens of each sequence; fails when one ended otherwise than by itself."""
@@ -315,12 +324,7 @@ class Cluster:
         async with Router(decode).connected() as router:
             yield router
 
-    async def fake_prefill(
-        self,
-        script: Callable[
-            [AsyncIterator[pb.HandoffCommand], Callable[[pb.HandoffEvent], Awaitable[None]]], Awaitable[None]
-        ],
-    ) -> tuple[pb.PrefillTarget, FakePrefill]:
+    async def fake_prefill(self, script: Script) -> tuple[pb.PrefillTarget, FakePrefill]:
         fake = FakePrefill(script)
         target = await fake.start()
         self.fakes.append(fake)

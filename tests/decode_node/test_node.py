@@ -1,8 +1,9 @@
-"""A decode node beside prefill nodes over real gRPC: tokens, failures at each place, cancels in each state, nonsense."""
+"""A decode node beside prefill nodes over real gRPC: tokens, failures at each place, cancels, nonsense."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from functools import cache
@@ -572,8 +573,8 @@ async def test_every_field_of_an_attempt_turned_into_nonsense_gets_an_answer() -
                 message = changed(change)
                 streams = await router.start(message)
                 await ended(streams[:1], 3)
-            await router.call.write(pb.SessionCommand())
-            await router.call.write(pb.SessionCommand(cancel=pb.CancelAttempt(attempt_id="nobody")))
+            await router.send(pb.SessionCommand())
+            await router.send(pb.SessionCommand(cancel=pb.CancelAttempt(attempt_id="nobody")))
             assert await router.generate(prompt_of(9), [prefill]) == [alone(prompt_of(9), 6)]
             assert decode.node.counters.messages_ignored >= 2
 
@@ -657,10 +658,8 @@ async def test_a_prefill_node_that_talks_nonsense_costs_only_its_own_try(
                 await write(event)
 
     async def careful(commands: AsyncIterator[pb.HandoffCommand], write: Write) -> None:
-        try:
+        with contextlib.suppress(TimeoutError):  # It is about to leave anyway.
             await script(commands, write)
-        except TimeoutError:
-            pass  # It is about to leave anyway.
 
     memory = pool_memory(64) if in_memory else None
     async with cluster() as nodes:

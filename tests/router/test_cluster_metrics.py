@@ -23,15 +23,15 @@ async def test_metrics_read_the_live_books() -> None:
         for line in (
             f"vllm:num_requests_waiting{of_node} 0.0",
             f"vllm:kv_cache_usage_perc{of_node} 0.002",
-            'pdserve_node_state{model_name="fake",node_id="decode-0",role="decode",state="ready"} 1.0',
-            'pdserve_node_state{model_name="fake",node_id="decode-0",role="decode",state="stalled"} 0.0',
-            'pdserve_transfers_total{model_name="fake",node_id="decode-0",outcome="committed",role="decode"} 2.0',
-            'pdserve_attempts_total{model_name="fake"} 1.0',
-            'pdserve_failovers_total{model_name="fake"} 0.0',
-            'pdserve_in_flight_sequences{model_name="fake"} 2.0',
+            'pdserve:node_state{model_name="fake",node_id="decode-0",role="decode",state="ready"} 1.0',
+            'pdserve:node_state{model_name="fake",node_id="decode-0",role="decode",state="stalled"} 0.0',
+            'pdserve:transfers_total{model_name="fake",node_id="decode-0",outcome="committed",role="decode"} 2.0',
+            'pdserve:attempts_total{model_name="fake"} 1.0',
+            'pdserve:failovers_total{model_name="fake"} 0.0',
+            'pdserve:in_flight_sequences{model_name="fake"} 2.0',
         ):
             assert line in text, line
         names = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
         assert len(names) == len(set(names)), "a metric is declared twice"
         await generation.aclose()
-        assert 'pdserve_requests_total{model_name="fake",outcome="cancelled"} 1.0' in generate_latest(registry).decode()
+        assert 'pdserve:requests_total{model_name="fake",outcome="cancelled"} 1.0' in generate_latest(registry).decode()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
+import weakref
 
 import pytest
 
@@ -661,3 +663,39 @@ async def test_a_node_that_talks_nonsense_is_believed_nothing_more() -> None:
         assert received.tokens == {index: expected(request, index) for index in range(2)}
         first = next(node for node in harness.nodes.values() if node.cancels)
         assert first.cancels[0].attempt_id == first.starts[0].attempt_id
+
+
+async def test_hits_that_an_earlier_attempt_may_have_made_are_not_counted() -> None:
+    async with running_cluster(decode=2) as harness:
+        for node in harness.nodes.values():
+            node.does.forget_attempts = True
+            node.does.cached_tokens = 4
+        generation = await harness.cluster.generate(make_request())
+        first = harness.serving(generation)
+        await until(lambda: len(first.starts) == 1)
+        for node in harness.nodes.values():
+            node.does.forget_attempts = node is first
+        await first.die()
+        await collect(generation)
+        assert generation.facts.attempts == 2
+        assert generation.facts.cached_tokens == 0
+
+
+async def test_hits_count_after_a_mere_refusal() -> None:
+    async with running_cluster(decode=1) as harness:
+        harness.nodes["decode-0"].does.refusals = [BUSY]
+        harness.nodes["decode-0"].does.cached_tokens = 4
+        generation = await harness.cluster.generate(make_request())
+        await collect(generation)
+        assert generation.facts.cached_tokens == 4
+
+
+async def test_a_finished_request_is_not_kept_in_memory() -> None:
+    async with running_cluster() as harness:
+        generation = await harness.cluster.generate(make_request(deadline_s=600.0))
+        await collect(generation)
+        await generation.aclose()
+        kept = weakref.ref(generation)
+        del generation
+        gc.collect()
+        assert kept() is None
