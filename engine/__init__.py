@@ -1,1 +1,1 @@
-"""What both kinds of node share: block hashes, KV layout, block pool, paged cache, sequences, model runner, sampling."""
+"""What both kinds of node share: hashes, layout, block pool, paged cache, sequences, model runner, sampling."""

@@ -79,8 +79,8 @@ class NodeConfig:
         redis_url: where the directory lives.
         cluster: name of the cluster, so that several may share one Redis.
         heartbeat_s: seconds between renewals of the node record.
-        progress_deadline_s: seconds without progress, with work at hand, after which the node calls itself stalled; also
-            the silence after which a peer is given up.
+        progress_deadline_s: seconds without progress, with work at hand, after which the node calls itself stalled;
+            also the silence after which a peer is given up.
         drain_timeout_s: seconds to finish work after SIGTERM.
     """
 

@@ -11,7 +11,7 @@ PROTOCOL_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """Equal on two nodes exactly when KV of one means the same on the other. Mirrors the wire message field by field."""
+    """Equal on two nodes exactly when KV of one means the same on the other. Mirrors the wire message."""
 
     protocol_version: int
     model_id: str
