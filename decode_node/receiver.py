@@ -249,11 +249,12 @@ class HandoffReceiver:
             raise AttemptFailed("another node or incarnation answered", reason="epoch_mismatch")
         if message.transport not in self._offered:
             raise AttemptFailed(f"transport {message.transport} was not offered", reason="bad_transport")
-        if message.transport == pb.TRANSPORT_KIND_SHARED_MEMORY and not message.pid:
+        has_writer = message.pid and message.pid_start_ticks
+        if message.transport == pb.TRANSPORT_KIND_SHARED_MEMORY and not has_writer:
             # Without it nobody could ever tell that the writer is gone.
             raise AttemptFailed("shared memory was chosen without naming the writer", reason="bad_transport")
         self._transport = message.transport
-        if message.pid:
+        if has_writer:
             self._process = (message.pid, message.pid_start_ticks)
 
     def _on_first_tokens(self, message: pb.FirstTokens) -> None:
@@ -295,7 +296,8 @@ class HandoffReceiver:
         """Give prefill a moment to end the stream by itself; where only we write into our blocks, then end it."""
         await self._over.wait()
         await asyncio.sleep(_ABORT_GRACE_S)
-        if self._transport == pb.TRANSPORT_KIND_GRPC or not self.machine.block_ids:
+        # What prefill does after the commit is no longer of interest: every block was compared with its digest.
+        if self._proves_stop() or self.machine.state is handoff.HandoffState.COMMITTED:
             call.cancel()
 
     async def _prove_stopped(self) -> None:

@@ -43,28 +43,22 @@ def error_message(response: httpx.Response) -> str:
 
 
 def node_table(nodes: list[dict[str, Any]]) -> Table:
-    """One row per node."""
+    """One row per node, narrow enough for 80 columns."""
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for heading in ("node", "role", "state"):
+    for heading in ("node", "state", "address"):
         table.add_column(heading, no_wrap=True)
-    for heading in ("pid", "address"):
-        table.add_column(heading)
-    for heading in ("free", "cached", "in use", "blocks", "leases", "in flight", "sent", "failed", "last step"):
-        table.add_column(heading, justify="right")
+    for heading in ("used", "cached", "blocks", "leases", "requests", "ok/failed/aborted"):
+        table.add_column(heading, justify="right", no_wrap=heading != "ok/failed/aborted")
     for node in nodes:
         blocks, transfers = node.get("blocks") or {}, node.get("transfers") or {}
         state = str(node.get("state", "?")).lower()
-        failed = (transfers.get("failed") or 0) + (transfers.get("aborted") or 0)
-        age = node.get("last_step_age_s")
         table.add_row(
-            *(str(node.get(key, "?")) for key in ("id", "role")),
+            str(node.get("id", "?")),
             f"[{style}]{state}[/]" if (style := _STATE_STYLES.get(state)) else state,
-            *(str(node.get(key, "?")) for key in ("pid", "address")),
-            *(str(blocks.get(key, "?")) for key in ("free", "cached", "in_use", "total")),
+            str(node.get("address", "?")),
+            *(str(blocks.get(key, "?")) for key in ("in_use", "cached", "total")),
             *(str(node.get(key, "?")) for key in ("leases", "in_flight")),
-            str(transfers.get("committed", "?")),
-            str(failed),
-            "-" if age is None else f"{age:.1f} s",
+            "/".join(str(transfers.get(key, "?")) for key in ("committed", "failed", "aborted")),
         )
     return table
 

@@ -19,6 +19,7 @@ from engine.model_runner import ModelRunner
 from engine.model_store import ModelFiles
 from kv_transfer.channels import open_channel
 from kv_transfer.pool_memory import PoolMemory
+from kv_transfer.transports import BlockReceiver
 from proto import worker_pb2 as pb
 from proto import worker_pb2_grpc
 from tests.node_cluster import (
@@ -450,7 +451,7 @@ async def test_cancel_in_each_state_frees_both_nodes_within_a_second(state: str,
                 message = router.message(prompt_of(40, 2), [prefill], max_tokens=60)
                 streams = await router.start(message)
 
-            def is_there() -> bool:
+            def is_there() -> Any:
                 status, there = decode.node.status(), prefill.node.status()
                 match state:
                     case "queued":
@@ -597,6 +598,7 @@ Write = Callable[[pb.HandoffEvent], Awaitable[None]]
 FAKE = pb.NodeIdentity(node_id="fake", epoch=1)
 ACCEPTED = pb.HandoffEvent(accepted=pb.Accepted(identity=FAKE, transport=pb.TRANSPORT_KIND_GRPC))
 STARTED = pb.HandoffEvent(started=pb.Started(blocks_to_send=3))
+_UNKNOWN: Any = 99
 TOKENS = pb.HandoffEvent(first_tokens=pb.FirstTokens(tokens=[pb.FirstToken(token_id=7)]))
 
 
@@ -613,6 +615,7 @@ def _accepted(**fields: Any) -> pb.HandoffEvent:
         ([_accepted(transport=pb.TRANSPORT_KIND_UNSPECIFIED), STARTED], "bad_transport"),
         ([_accepted(transport=77), STARTED], "bad_transport"),
         ([_accepted(transport=pb.TRANSPORT_KIND_SHARED_MEMORY), STARTED], "bad_transport"),
+        ([_accepted(transport=pb.TRANSPORT_KIND_SHARED_MEMORY, pid=1), STARTED], "bad_transport"),
         ([_accepted(identity=pb.NodeIdentity(node_id="fake", epoch=2)), STARTED], "epoch_mismatch"),
         ([ACCEPTED, pb.HandoffEvent(started=pb.Started(blocks_to_send=9))], "block_count_mismatch"),
         ([ACCEPTED, pb.HandoffEvent(block=pb.BlockPiece())], "block_before_grant"),
@@ -641,7 +644,7 @@ def _accepted(**fields: Any) -> pb.HandoffEvent:
             ],
             "bad_logprobs",
         ),
-        ([ACCEPTED, pb.HandoffEvent(failed=pb.Error(kind=99, reason="prefix_lost"))], "prefix_lost"),
+        ([ACCEPTED, pb.HandoffEvent(failed=pb.Error(kind=_UNKNOWN, reason="prefix_lost"))], "prefix_lost"),
         ([ACCEPTED, pb.HandoffEvent(failed=pb.Error(kind=pb.ERROR_KIND_INTERNAL, reason="A B\n"))], "unknown"),
         ([ACCEPTED, STARTED, ACCEPTED, STARTED, None, None], "prefill_lost"),
     ],
@@ -675,3 +678,49 @@ async def test_a_prefill_node_that_talks_nonsense_costs_only_its_own_try(
             assert await stranger == [alone(prompt_of(5), 40)]
         assert dict(decode.node.counters.failures) == {reason: 1}
         assert len(fake.opened) == 1 and decode.node.counters.local_prefills == 2
+
+
+@TRANSPORTS
+async def test_a_mistake_of_our_own_ends_one_try_and_no_block_is_lost(
+    monkeypatch: pytest.MonkeyPatch, in_memory: bool
+) -> None:
+    def crash(self: BlockReceiver, piece: pb.BlockPiece) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(BlockReceiver, "accept", crash)
+    memory = pool_memory(64) if in_memory else None
+    async with cluster() as nodes:
+        prefill, decode = await nodes.prefill(), await nodes.decode(sim_runner(memory=memory), memory=memory)
+        async with nodes.router(decode) as router:
+            assert await router.generate(prompt_of(22), [prefill]) == [alone(prompt_of(22), 6)]
+        assert decode.node.counters.failures == {"internal": 1}
+
+
+async def test_an_attempt_that_crashes_at_its_start_does_not_break_the_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with cluster() as nodes:
+        decode = await nodes.decode()
+        async with nodes.router(decode) as router:
+            with monkeypatch.context() as patch:
+                patch.setattr(decode.node.scheduler, "reusable_blocks", lambda sequence: 1 / 0)
+                streams = await router.start(router.message(prompt_of(5)))
+                await ended(streams)
+            assert streams[0].failure == "internal"
+            assert await router.generate(prompt_of(5)) == [alone(prompt_of(5), 6)]
+
+
+async def test_a_prefix_evicted_before_the_grant_is_asked_for_again_from_the_same_node() -> None:
+    async with cluster() as nodes:
+        prefill, decode = await nodes.prefill(sim_runner(step_s=0.1)), await nodes.decode()
+        async with nodes.router(decode) as router:
+            await router.generate(prompt_of(22))
+            stranger = await router.start(router.message(prompt_of(9), [prefill]))
+            await until(lambda: prefill.node.status().running_sequences)
+            streams = await router.start(router.message(prompt_of(22), [prefill]))
+            await until(lambda: prefill.node.status().waiting_sequences)
+            # Everything is evicted before prefill begins.
+            decode.node.pool.release(decode.node.pool.allocate(decode.node.pool.num_allocatable))
+            await ended([*stranger, *streams])
+            assert streams[0].tokens == alone(prompt_of(22), 6)
+        counters = decode.node.counters
+        assert counters.local_prefills == 1 and counters.transfers_committed == 2
+        assert counters.failures == {"prefix_lost": 1}

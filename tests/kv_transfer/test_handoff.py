@@ -79,7 +79,7 @@ class TestReceiver:
         assert machine.state is HandoffState.SENDING
         assert machine.handle(CompleteArrived()) == [Verify()]
         assert machine.handle(Verified()) == [Join()]
-        assert machine.state is HandoffState.COMMITTED
+        assert machine.state.name == "COMMITTED"
         assert machine.handle(SenderStopped()) == []
 
     def test_cancel_overtakes_the_last_check(self) -> None:
@@ -249,6 +249,8 @@ class Watch:
         assert ("join" in self.done) == (self.is_receiver and after is HandoffState.COMMITTED)
         if ended and self.has_sender_stopped and "grant" in self.done:
             assert "freed" in self.done, "nothing stays in quarantine once the sender has stopped"
+        if after is HandoffState.COMMITTED:
+            assert ("verify" if self.is_receiver else "complete") in self.done
         if after.is_final and isinstance(event, WritingStopped):
             assert "unpin" in self.done
 
@@ -275,7 +277,7 @@ class Watch:
                 assert self.has_sender_stopped or "grant" not in self.done, "freed while prefill may write"
                 self.once("freed")
             case Unpin():
-                assert isinstance(event, WritingStopped)
+                assert isinstance(event, WritingStopped) and "stop" in self.done
                 self.once("unpin")
             case StopWriting():
                 self.once("stop")

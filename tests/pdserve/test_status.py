@@ -32,13 +32,13 @@ CLUSTER = {
 
 
 def test_table_has_a_row_per_node_and_survives_what_is_missing() -> None:
-    console = Console(width=200, record=True, file=None)
+    console = Console(width=80, record=True, file=None)
     with console.capture() as captured:
         console.print(status.node_table(CLUSTER["nodes"]))  # type: ignore[arg-type]
     rows = [line.split() for line in captured.get().splitlines()]
-    assert " ".join(rows[1]) == "decode-0 decode ready 42 127.0.0.1:20001 60 3 1 64 0 2 7 2 0.2 s"
-    assert rows[2][:3] == ["prefill-0", "prefill", "dead"]
-    assert rows[2][-1] == "-"
+    assert " ".join(rows[1]) == "decode-0 ready 127.0.0.1:20001 1 3 64 0 2 7/1/1"
+    assert rows[2][:2] == ["prefill-0", "dead"]
+    assert rows[2][-1] == "?/?/?"
 
 
 def test_json_comes_as_it_is_and_failures_are_sentences(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from proto import worker_pb2_grpc
 from tests.node_cluster import SIM_LAYOUT, Host, alone, cluster, idle, pool_memory, sim_runner, until
 
 PROMPT = list(range(10, 32))
+_UNKNOWN: Any = 99
 GREEDY = sampling_to_wire(SamplingParams(temperature=0.0, max_tokens=4))
 
 
@@ -64,7 +66,7 @@ class Decode:
         """Read on until one of these events, which it returns."""
         async with asyncio.timeout(timeout_s):
             while True:
-                event = await self.call.read()
+                event: pb.HandoffEvent = await self.call.read()
                 assert event is not grpc.aio.EOF, f"the stream ended before {names}"
                 self.events.append(event)
                 if event.WhichOneof("event") in names:
@@ -283,8 +285,8 @@ async def test_every_field_turned_into_nonsense_gets_an_answer() -> None:
         lambda m: m.token_ids.extend([1] * 200_000),
         lambda m: m.sequence_indices.append(0),
         lambda m: m.sequence_indices.extend(range(1, 100_000)),
-        lambda m: m.transports.extend([pb.TRANSPORT_KIND_TORCH_DISTRIBUTED, 99]),
-        lambda m: m.transports.__setitem__(slice(None), [99]),
+        lambda m: m.transports.extend((pb.TRANSPORT_KIND_TORCH_DISTRIBUTED, _UNKNOWN)),
+        lambda m: m.transports.__setitem__(slice(None), [_UNKNOWN]),
         lambda m: m.transports.append(pb.TRANSPORT_KIND_SHARED_MEMORY),
         lambda m: setattr(m.fingerprint, "kv_dtype", "z" * 5000),
         lambda m: setattr(m.fingerprint, "num_layers", huge),
@@ -304,12 +306,12 @@ async def test_every_field_turned_into_nonsense_gets_an_answer() -> None:
         ("nonce", b""),
     ):
 
-        def change(message: pb.OpenHandoff, field: str = field, value: Any = value) -> None:
+        def offer(message: pb.OpenHandoff, field: str, value: Any) -> None:
             message.transports.append(pb.TRANSPORT_KIND_SHARED_MEMORY)
             message.shared_memory.CopyFrom(memory.offer())
             setattr(message.shared_memory, field, value)
 
-        changes.append(change)
+        changes.append(functools.partial(offer, field=field, value=value))
     async with cluster() as nodes:
         host = await nodes.prefill()
         async with decode_side(host) as decode:
