@@ -41,11 +41,11 @@ from engine.faults import Faults
 from engine.forward_batch import SequenceSlice, WantedLogits, build_batch
 from engine.ids import AttemptId, BlockId
 from engine.model_runner import Runner
-from engine.node_status import NodeCounters
+from engine.node_status import NodeCounters, status_message
 from engine.sampling import SampleRow, prompt_logprobs, sample
 from engine.step_loop import StepLoop
 from engine.tokens import PositionLogprobs, SampledToken
-from kv_transfer.channels import open_channel
+from kv_transfer.channels import Channels
 from kv_transfer.wire import sampling_from_wire
 from proto import worker_pb2 as pb
 
@@ -103,7 +103,7 @@ class DecodeNode:
         self._receivers: dict[Attempt, HandoffReceiver] = {}
         self._receiver_tasks: dict[asyncio.Task[None], HandoffReceiver] = {}
         self._sessions: set[Session] = set()
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels = Channels()
         self._step_started_s = 0.0
         self._is_draining = False
         self._is_idle = asyncio.Event()
@@ -160,43 +160,22 @@ class DecodeNode:
 
     def status(self) -> pb.NodeStatus:
         """How the node is now."""
-        counts = self.pool.counts
-        counters = self.counters
-        is_stalled = self.step_loop.last_step_age_s > self._config.node.progress_deadline_s
-        state = pb.NODE_STATE_DRAINING if self._is_draining else pb.NODE_STATE_READY
-        return pb.NodeStatus(
-            identity=self.description.identity,
-            state=pb.NODE_STATE_STALLED if is_stalled else state,
-            blocks=pb.BlockCounts(
-                total=counts.total,
-                free=counts.free,
-                cached=counts.cached,
-                in_use=counts.in_use,
-                quarantined=counts.quarantined,
-            ),
-            transfers=pb.TransferCounts(
-                started=counters.transfers_started,
-                committed=counters.transfers_committed,
-                failed=counters.transfers_failed,
-                aborted=counters.transfers_aborted,
-            ),
-            leases=self.scheduler.num_reserved,
-            in_flight=len(self._attempts),
-            running_sequences=self.scheduler.num_running,
-            waiting_sequences=self.scheduler.num_waiting,
-            waiting_tokens=self.scheduler.waiting_tokens,
-            last_step_age_s=self.step_loop.last_step_age_s,
+        status = status_message(
+            self.description.identity,
+            self.pool.counts,
+            self.counters,
             steps=self.step_loop.steps,
-            prefill_tokens_computed=counters.prefill_tokens_computed,
-            prefill_tokens_cached=counters.prefill_tokens_cached,
-            tokens_generated=counters.tokens_generated,
-            preemptions=self.scheduler.preemptions,
-            local_prefills=counters.local_prefills,
-            messages_ignored=counters.messages_ignored,
-            kv_bytes=counters.kv_bytes,
-            prefill_tokens_per_s=counters.prefill_tokens_per_s,
-            failures=counters.failures,
+            last_step_age_s=self.step_loop.last_step_age_s,
+            progress_deadline_s=self._config.node.progress_deadline_s,
+            is_draining=self._is_draining,
         )
+        status.leases = self.scheduler.num_reserved
+        status.in_flight = len(self._attempts)
+        status.running_sequences = self.scheduler.num_running
+        status.waiting_sequences = self.scheduler.num_waiting
+        status.waiting_tokens = self.scheduler.waiting_tokens
+        status.preemptions = self.scheduler.preemptions
+        return status
 
     async def drain(self, timeout_s: float) -> tuple[int, int]:
         """Refuse new attempts, finish what is held; returns (finished, cut short)."""
@@ -217,8 +196,7 @@ class DecodeNode:
         for task in list(self._receiver_tasks):
             task.cancel()
         await asyncio.gather(*self._receiver_tasks, return_exceptions=True)
-        for channel in self._channels.values():
-            await channel.close(None)
+        await self._channels.close()
 
     # -- for the receivers ----------------------------------------------------------------------------------
 
@@ -232,9 +210,7 @@ class DecodeNode:
 
     def channel(self, address: str) -> grpc.aio.Channel:
         """The connection to a prefill node."""
-        if address not in self._channels:
-            self._channels[address] = open_channel(address)
-        return self._channels[address]
+        return self._channels.get(address)
 
     def ask_blocks(self, receiver: HandoffReceiver) -> None:
         """A prefill node has begun: reserve blocks, now or in turn."""
@@ -284,7 +260,7 @@ class DecodeNode:
             self.counters.transfers_aborted += 1
         else:
             self.counters.transfers_failed += 1
-            self.counters.failures[error.reason] += 1
+            self.counters.record_failure(error.reason)
             logger.warning(
                 "handoff_failed handoff_id=%s request_id=%s prefill_node=%s reason=%s",
                 receiver.handoff_id,
@@ -560,6 +536,7 @@ class DecodeNode:
                     )
                 except Exception:  # One hand-off's trouble must not keep the others from being reaped.
                     logger.exception("reap_failed handoff_id=%s", receiver.handoff_id)
+            await self._channels.close_unused({receiver.target.address for receiver in self._receiver_tasks.values()})
             self._flush()
 
 

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from typing import TypeVar
 
 from proto import worker_pb2 as pb
 
+KeyT = TypeVar("KeyT")
+UpdateT = TypeVar("UpdateT", pb.AttemptUpdate, pb.SequenceUpdate)
+
 SIGN_OF_LIFE_S = 0.5
+
+_MAX_MESSAGE_BYTES = 2 * 1024 * 1024
+"""After which no further update is added; well below what a connection takes."""
 
 
 class Session:
@@ -44,12 +51,21 @@ class Session:
         with contextlib.suppress(TimeoutError):  # An empty message is the sign of life.
             await asyncio.wait_for(self._ready.wait(), SIGN_OF_LIFE_S)
         self._ready.clear()
-        message = pb.SessionUpdate(
-            identity=self._identity, attempts=self._attempts.values(), sequences=self._sequences.values()
-        )
-        self._attempts, self._sequences = {}, {}
-        return message
+        attempts, room = _take(self._attempts, _MAX_MESSAGE_BYTES)
+        sequences, _ = _take(self._sequences, room)
+        self.flush()  # What did not fit goes with the next message.
+        return pb.SessionUpdate(identity=self._identity, attempts=attempts, sequences=sequences)
 
     def hello(self) -> pb.SessionUpdate:
         """An empty message."""
         return pb.SessionUpdate(identity=self._identity)
+
+
+def _take(pending: dict[KeyT, UpdateT], room: int) -> tuple[list[UpdateT], int]:
+    """Remove the oldest updates while there is room in bytes for more; also the room that is left."""
+    taken: list[UpdateT] = []
+    while pending and room > 0:
+        update = pending.pop(next(iter(pending)))
+        room -= update.ByteSize()
+        taken.append(update)
+    return taken, room

@@ -10,10 +10,14 @@ from typing import Protocol
 
 import grpc
 
+from engine.block_pool import BlockCounts
 from proto import worker_pb2 as pb
 from proto import worker_pb2_grpc
 
 _MAX_DRAIN_S = 24 * 3600.0
+
+
+_MAX_REASONS = 64
 
 
 @dataclass(slots=True)
@@ -33,11 +37,57 @@ class NodeCounters:
     prefill_tokens_per_s: float = 0.0
     failures: Counter[str] = field(default_factory=Counter)
 
+    def record_failure(self, reason: str) -> None:
+        """Count a hand-off that failed. Reasons may come from peers, so there is a limit to how many are told apart."""
+        known = reason in self.failures or len(self.failures) < _MAX_REASONS
+        self.failures[reason if known else "other"] += 1
+
     def record_prefill_rate(self, tokens: int, seconds: float) -> None:
         """Learn the rate online; recent steps count most."""
         if seconds > 0:
             rate = tokens / seconds
             self.prefill_tokens_per_s += (rate - self.prefill_tokens_per_s) * (0.2 if self.prefill_tokens_per_s else 1)
+
+
+def status_message(
+    identity: pb.NodeIdentity,
+    blocks: BlockCounts,
+    counters: NodeCounters,
+    *,
+    steps: int,
+    last_step_age_s: float,
+    progress_deadline_s: float,
+    is_draining: bool,
+) -> pb.NodeStatus:
+    """What both kinds of node say of themselves; each adds what only it has."""
+    state = pb.NODE_STATE_DRAINING if is_draining else pb.NODE_STATE_READY
+    return pb.NodeStatus(
+        identity=identity,
+        state=pb.NODE_STATE_STALLED if last_step_age_s > progress_deadline_s else state,
+        blocks=pb.BlockCounts(
+            total=blocks.total,
+            free=blocks.free,
+            cached=blocks.cached,
+            in_use=blocks.in_use,
+            quarantined=blocks.quarantined,
+        ),
+        transfers=pb.TransferCounts(
+            started=counters.transfers_started,
+            committed=counters.transfers_committed,
+            failed=counters.transfers_failed,
+            aborted=counters.transfers_aborted,
+        ),
+        last_step_age_s=last_step_age_s,
+        steps=steps,
+        prefill_tokens_computed=counters.prefill_tokens_computed,
+        prefill_tokens_cached=counters.prefill_tokens_cached,
+        tokens_generated=counters.tokens_generated,
+        local_prefills=counters.local_prefills,
+        messages_ignored=counters.messages_ignored,
+        kv_bytes=counters.kv_bytes,
+        prefill_tokens_per_s=counters.prefill_tokens_per_s,
+        failures=counters.failures,
+    )
 
 
 class Node(Protocol):

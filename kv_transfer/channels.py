@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Collection
+
 import grpc
 
 _MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+_UNUSED_S = 60.0
 
 # A process that stopped answering pings is noticed within 10 s even when its kernel keeps the connection open.
 CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
@@ -39,3 +43,30 @@ SERVER_OPTIONS: tuple[tuple[str, int | str], ...] = (
 def open_channel(address: str) -> grpc.aio.Channel:
     """A channel to `host:port`; connects lazily and reconnects by itself."""
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+class Channels:
+    """Connections to peers by address, kept while they are used."""
+
+    def __init__(self) -> None:
+        self._channels: dict[str, tuple[grpc.aio.Channel, float]] = {}
+
+    def get(self, address: str) -> grpc.aio.Channel:
+        """The connection to `host:port`, opened at first need."""
+        channel = self._channels[address][0] if address in self._channels else open_channel(address)
+        self._channels[address] = (channel, time.monotonic())
+        return channel
+
+    async def close_unused(self, in_use: Collection[str]) -> None:
+        """Close what nobody uses now nor asked for lately, so that peers which came and went leave nothing."""
+        now_s = time.monotonic()
+        for address, (channel, asked_s) in list(self._channels.items()):
+            if address not in in_use and now_s - asked_s > _UNUSED_S:
+                del self._channels[address]
+                await channel.close(None)
+
+    async def close(self) -> None:
+        """Close all."""
+        while self._channels:
+            _, (channel, _) = self._channels.popitem()
+            await channel.close(None)

@@ -14,7 +14,7 @@ class PrefillConfig:
     Attributes:
         node: see NodeConfig.
         max_waiting: hand-offs that may queue before new ones are refused as busy.
-        max_ungranted: computed hand-offs without a grant at which nothing new is started.
+        max_ungranted: started hand-offs of one decode node without its grant, at which no more of its are started.
         lease_s: seconds for which computed blocks stay pinned for a decode node that has not committed.
         max_sending_per_peer: hand-offs that may send to one decode node at once; each has one piece on its way.
     """

@@ -27,7 +27,7 @@ from engine.faults import Faults
 from engine.forward_batch import SequenceSlice, WantedLogits, build_batch
 from engine.ids import AttemptId, BlockId
 from engine.model_runner import Runner
-from engine.node_status import NodeCounters
+from engine.node_status import NodeCounters, status_message
 from engine.sampling import SampleRow, prompt_logprobs, sample
 from engine.step_loop import StepLoop
 from engine.tokens import PositionLogprobs, SampledToken
@@ -131,41 +131,21 @@ class PrefillNode:
 
     def status(self) -> pb.NodeStatus:
         """How the node is now."""
-        counts = self.pool.counts
-        counters = self.counters
-        is_stalled = self.step_loop.last_step_age_s > self._config.node.progress_deadline_s
-        state = pb.NODE_STATE_DRAINING if self._is_draining else pb.NODE_STATE_READY
-        return pb.NodeStatus(
-            identity=self.description.identity,
-            state=pb.NODE_STATE_STALLED if is_stalled else state,
-            blocks=pb.BlockCounts(
-                total=counts.total,
-                free=counts.free,
-                cached=counts.cached,
-                in_use=counts.in_use,
-                quarantined=counts.quarantined,
-            ),
-            transfers=pb.TransferCounts(
-                started=counters.transfers_started,
-                committed=counters.transfers_committed,
-                failed=counters.transfers_failed,
-                aborted=counters.transfers_aborted,
-            ),
-            leases=self.scheduler.num_leases,
-            in_flight=len(self._senders),
-            running_sequences=self.scheduler.num_computing,
-            waiting_sequences=self.scheduler.num_waiting,
-            waiting_tokens=self.scheduler.waiting_tokens,
-            last_step_age_s=self.step_loop.last_step_age_s,
+        status = status_message(
+            self.description.identity,
+            self.pool.counts,
+            self.counters,
             steps=self.step_loop.steps,
-            prefill_tokens_computed=counters.prefill_tokens_computed,
-            prefill_tokens_cached=counters.prefill_tokens_cached,
-            tokens_generated=counters.tokens_generated,
-            messages_ignored=counters.messages_ignored,
-            kv_bytes=counters.kv_bytes,
-            prefill_tokens_per_s=counters.prefill_tokens_per_s,
-            failures=counters.failures,
+            last_step_age_s=self.step_loop.last_step_age_s,
+            progress_deadline_s=self._config.node.progress_deadline_s,
+            is_draining=self._is_draining,
         )
+        status.leases = self.scheduler.num_leases
+        status.in_flight = len(self._senders)
+        status.running_sequences = self.scheduler.num_computing
+        status.waiting_sequences = self.scheduler.num_waiting
+        status.waiting_tokens = self.scheduler.waiting_tokens
+        return status
 
     async def drain(self, timeout_s: float) -> tuple[int, int]:
         """Refuse new hand-offs, finish what is held; returns (finished, cut short)."""
@@ -212,7 +192,7 @@ class PrefillNode:
                 self.counters.transfers_aborted += 1
             case _:
                 self.counters.transfers_failed += 1
-                self.counters.failures[sender.machine.reason] += 1
+                self.counters.record_failure(sender.machine.reason)
         self.counters.kv_bytes += sender.sent.bytes_sent
         self.scheduler.finish(sender.job)
         self.step_loop.wake()
@@ -334,6 +314,7 @@ class PrefillNode:
             sampling=sampling,
             sequence_indices=tuple(indices),
             block_hashes=hash_chain(root, token_ids, self.layout.block_size),
+            peer=(message.decode_node.node_id, message.decode_node.epoch),
         )
 
     async def _show_progress(self) -> None:

@@ -2,8 +2,8 @@
 
 Queues, in order, and what moves a job on:
 
-    waiting    in arrival order; moves when blocks for the whole prompt are free, few enough results are ungranted and a
-               step has tokens left in its budget
+    waiting    in arrival order; moves when blocks for the whole prompt are free, its decode node has left few enough
+               results ungranted and a step has tokens left in its budget
     computing  gets a chunk per step, oldest first, until every token is computed
     computed   keeps its blocks until its hand-off says `finish` (committed, failed or cancelled)
 
@@ -22,6 +22,9 @@ from engine.ids import AttemptId, BlockHash, BlockId
 from engine.kv_layout import KvLayout
 from engine.sampling_params import SamplingParams
 
+_MAX_UNGRANTED_SHARE = 0.5
+"""Of the pool, for results that one decode node has no room for yet."""
+
 
 @dataclass(slots=True, eq=False)
 class PrefillJob:
@@ -34,6 +37,7 @@ class PrefillJob:
         sampling: how to choose the first token.
         sequence_indices: for which sequences.
         block_hashes: of every full block.
+        peer: the decode node that asked, by id and epoch.
         num_computed: tokens whose K/V lies in the pool.
         cached_tokens: how many of those came from the prefix cache.
         block_ids: empty until started.
@@ -49,6 +53,7 @@ class PrefillJob:
     sampling: SamplingParams
     sequence_indices: tuple[int, ...]
     block_hashes: list[BlockHash]
+    peer: tuple[str, int] = ("", 0)
     num_computed: int = 0
     cached_tokens: int = 0
     block_ids: list[BlockId] = field(default_factory=list)
@@ -98,7 +103,7 @@ class PrefillScheduler:
         layout: for the size of a block.
         max_num_batched_tokens: token budget of a step.
         max_num_seqs: chunks in a step.
-        max_ungranted: started jobs without a grant at which nothing new is started.
+        max_ungranted: started jobs of one decode node without its grant, at which no more of its jobs are started.
     """
 
     def __init__(
@@ -155,11 +160,14 @@ class PrefillScheduler:
                 continue
             chunks.append(self._chunk(job, budget))
             budget -= chunks[-1].length
-        while self._waiting and budget > 0 and len(chunks) < self._max_num_seqs and self._may_start():
-            job = self._waiting[0]
+        for job in list(self._waiting):
+            if budget == 0 or len(chunks) == self._max_num_seqs:
+                break
+            if not self._may_start(job):
+                continue
             if not self._start(job):
                 break
-            self._waiting.popleft()
+            self._waiting.remove(job)
             started.append(job)
             chunks.append(self._chunk(job, budget))
             budget -= chunks[-1].length
@@ -213,9 +221,15 @@ class PrefillScheduler:
         for job in (*self._computing, *self._computed):
             assert len(job.block_ids) == self._layout.blocks_for(job.num_tokens), "a job lost blocks"
 
-    def _may_start(self) -> bool:
-        ungranted = sum(job.is_ungranted for job in (*self._computing, *self._computed))
-        return ungranted < self._max_ungranted
+    def _may_start(self, job: PrefillJob) -> bool:
+        """Whether its decode node has not too much waiting here already; others are not held up by one that is full."""
+        ungranted = [
+            other for other in (*self._computing, *self._computed) if other.is_ungranted and other.peer == job.peer
+        ]
+        blocks = sum(len(other.block_ids) for other in ungranted) + self._layout.blocks_for(job.num_tokens)
+        return not ungranted or (
+            len(ungranted) < self._max_ungranted and blocks <= self._pool.counts.total * _MAX_UNGRANTED_SHARE
+        )
 
     def _start(self, job: PrefillJob) -> bool:
         # A hit never covers the last token, whose logits are needed; prompt log probabilities need every token's.

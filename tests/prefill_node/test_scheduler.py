@@ -106,8 +106,9 @@ def test_a_hit_never_covers_the_last_token() -> None:
 
 def test_prompt_log_probabilities_need_every_token() -> None:
     queue, _ = scheduler(8)
-    queue.add(job(9))
+    queue.add(first := job(9))
     step(queue)
+    first.is_ungranted = False
     queue.add(scored := job(9, prompt_logprobs=0))
     assert step(queue) == [(scored, 0, 9)]
 
@@ -127,6 +128,7 @@ def test_a_full_pool_holds_the_head_and_all_behind_it() -> None:
     queue, pool = scheduler(24, budget=48)
     jobs = [job(12 * 4, first=100 * i) for i in range(3)] + [job(2, first=900)]
     for entry in jobs:
+        entry.is_ungranted = False
         queue.add(entry)
     assert [entry for entry, _, _ in step(queue)] == jobs[:1]
     assert [entry for entry, _, _ in step(queue)] == jobs[1:2]
@@ -262,3 +264,33 @@ class RandomPrefill(RuleBasedStateMachine):
 
 RandomPrefill.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestRandomPrefill = RandomPrefill.TestCase
+
+
+def test_a_decode_node_without_room_does_not_hold_up_another() -> None:
+    queue, _ = scheduler(32, ungranted=2)
+    full = [job(4, first=100 * number) for number in range(3)]
+    for entry in full:
+        entry.peer = ("decode-0", 1)
+    other = job(4, first=900)
+    other.peer = ("decode-1", 1)
+    for entry in (*full, other):
+        queue.add(entry)
+    # decode-0 may have two results waiting here; decode-1's job, which came last, starts all the same.
+    assert [entry for entry, _, _ in step(queue)] == [full[0], full[1], other]
+    assert step(queue) == []
+    full[0].is_ungranted = False
+    assert [entry for entry, _, _ in step(queue)] == [full[2]]
+
+
+def test_ungranted_results_of_one_decode_node_leave_half_of_the_pool() -> None:
+    queue, _ = scheduler(8)
+    jobs = [job(8, first=100 * number) for number in range(3)]
+    for entry in jobs:
+        queue.add(entry)
+    assert [entry for entry, _, _ in step(queue)] == jobs[:2]
+
+
+def test_a_prompt_larger_than_that_half_starts_when_it_is_alone() -> None:
+    queue, _ = scheduler(8)
+    queue.add(job(28))
+    assert len(step(queue)) == 1
