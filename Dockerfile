@@ -1,7 +1,7 @@
 # One image for every role; the command says which: router, prefill, decode, or serve for all in one.
 #
 #   docker build -t pdserve .                                     CPU
-#   docker build -t pdserve --build-arg VARIANT=cuda .            NVIDIA GPUs
+#   docker build -t pdserve --build-arg VARIANT=cuda .            NVIDIA GPUs (nodes refuse the device for now)
 #
 # TORCH_PIP_ARGS are pip arguments for torch alone. For a small CPU image, name the index of PyTorch's CPU wheels, as
 # its installation page gives it: --build-arg TORCH_PIP_ARGS="--index-url ...". Without it pip takes the default wheel,
