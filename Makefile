@@ -24,8 +24,12 @@ SERVE_FLAGS = $(if $(MODEL),"$$MODEL") $(if $(PORT),--port "$$PORT") \
 serve: $(VENV)/.installed
 	@exec $(VENV)/bin/pdserve serve $(SERVE_FLAGS) $(ARGS)
 
+# Tests that start whole clusters need both cores for themselves and come last.
+CLUSTER_TESTS := tests/deploy tests/e2e tests/faults tests/pdserve
+
 test: $(VENV)/.installed-test check
-	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest $(PYTEST_ARGS) -n 2 --dist loadfile $(CLUSTER_TESTS:%=--ignore=%)
+	$(VENV)/bin/python -m pytest $(PYTEST_ARGS) $(CLUSTER_TESTS)
 
 # Style, types, the floors, and that the generated protocol code is what its sources say.
 check: $(VENV)/.installed-test

@@ -16,6 +16,7 @@ from engine.model_runner import ModelRunner
 from engine.model_store import resolve_model
 from kv_transfer.node_host import NodeProcess, describe, run_node
 from kv_transfer.pool_memory import PoolMemory
+from kv_transfer.processes import can_name_processes
 from proto import worker_pb2 as pb
 from proto import worker_pb2_grpc
 
@@ -84,7 +85,7 @@ def run(config: DecodeConfig) -> int:
             process.on_close(memories[0].close)
             return memories[0].view
 
-        shared = config.shared_memory and engine.device == "cpu"
+        shared = config.shared_memory and engine.device == "cpu" and can_name_processes()
         runner = await asyncio.to_thread(
             lambda: ModelRunner(engine, files, allocate_pool=allocate_pool if shared else None)
         )

@@ -24,7 +24,7 @@ from pathlib import Path
 from engine.errors import AttemptFailed
 from engine.ids import BlockId
 from engine.kv_layout import KvLayout
-from kv_transfer.processes import boot_id, process_start_ticks
+from kv_transfer.processes import boot_id, can_name_processes, process_start_ticks
 from kv_transfer.processes import process_is_alive as process_is_alive
 from proto import worker_pb2 as pb
 
@@ -141,8 +141,12 @@ class PeerPools:
         try:
             if offer.boot_id != self._boot_id:
                 raise TransportRefused("the peer runs on another host", reason="other_host")
+            if not can_name_processes():
+                # The owner could never tell whether we live.
+                raise TransportRefused("/proc here belongs to another PID namespace", reason="foreign_proc")
             if not process_is_alive(offer.pid, offer.pid_start_ticks):
                 raise TransportRefused(f"process {offer.pid} is not the peer, or it ended", reason="peer_gone")
+            _check_user(offer.pid)
             pool = self._pools.get(key)
             if pool is None:
                 pool = self._pools[key] = _open(offer, layout)
@@ -195,6 +199,16 @@ def _open(offer: pb.SharedMemoryOffer, layout: KvLayout) -> PeerPool:
         pid=offer.pid,
         start_ticks=offer.pid_start_ticks,
     )
+
+
+def _check_user(pid: int) -> None:
+    """Root could open a stranger's pool, but the stranger may be unable to see whether root's process lives."""
+    try:
+        is_ours = Path(f"/proc/{pid}").stat().st_uid == Path("/proc/self").stat().st_uid
+    except OSError as error:
+        raise TransportRefused(f"process {pid} ended", reason="peer_gone") from error
+    if not is_ours:
+        raise TransportRefused("the peer runs as another user", reason="other_user")
 
 
 def _open_memfd(pid: int, fd: int) -> int:

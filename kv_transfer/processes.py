@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 _STATE, _START_TICKS = 0, 19
@@ -11,6 +12,11 @@ _STATE, _START_TICKS = 0, 19
 def boot_id() -> str:
     """Names this boot of this host's kernel; the same in all of its containers."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def can_name_processes() -> bool:
+    """Whether pids mean the same to us and to the /proc we see; not so in a PID namespace that kept an outer /proc."""
+    return str(Path("/proc/self").readlink()) == str(os.getpid())
 
 
 def process_start_ticks(pid: int) -> int | None:

@@ -254,7 +254,7 @@ class RedisDirectory(Directory):
             return list(zip(node_ids, values, strict=True))
 
         found = []
-        for node_id, value in await self._run(read, COMMAND_TIMEOUT_S):
+        for node_id, value in await self._run(read, 2 * COMMAND_TIMEOUT_S):  # It makes two commands.
             if value is None:
                 continue
             try:

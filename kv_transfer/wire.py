@@ -32,6 +32,7 @@ DRAINING = "draining"
 """Reason of an Unavailable that a node raises while it drains."""
 
 _REASON = re.compile(r"[a-z][a-z0-9_]{0,63}")
+_PARAM = re.compile(r"[a-z][a-z0-9_.\[\]]{0,63}")
 _UINT32_MAX = 2**32 - 1
 
 
@@ -180,7 +181,8 @@ def error_to_wire(error: BaseException) -> pb.Error:
         return pb.Error(
             kind=pb.ERROR_KIND_INTERNAL, reason="internal", message=f"unexpected {name}; see the node's log"
         )
-    return pb.Error(kind=_kind_of(error), reason=error.reason, message=str(error)[:MAX_TEXT])
+    param = error.param if isinstance(error, InvalidRequest) else None
+    return pb.Error(kind=_kind_of(error), reason=error.reason, message=str(error)[:MAX_TEXT], param=param or "")
 
 
 def error_from_wire(message: pb.Error) -> PdserveError:
@@ -191,7 +193,8 @@ def error_from_wire(message: pb.Error) -> PdserveError:
         case pb.ERROR_KIND_INVALID if reason == ModelNotFound.reason:
             return ModelNotFound(text, reason=reason)
         case pb.ERROR_KIND_INVALID:
-            return InvalidRequest(text, reason=reason)
+            param = message.param if _PARAM.fullmatch(message.param) else None
+            return InvalidRequest(text, param=param, reason=reason)
         case pb.ERROR_KIND_BUSY if reason in (Unavailable.reason, DRAINING):
             return Unavailable(text, reason=reason)
         case pb.ERROR_KIND_BUSY:

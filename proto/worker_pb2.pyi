@@ -309,14 +309,16 @@ class SequenceStart(_message.Message):
     def __init__(self, index: _Optional[int] = ..., output_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Error(_message.Message):
-    __slots__ = ("kind", "reason", "message")
+    __slots__ = ("kind", "reason", "message", "param")
     KIND_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    PARAM_FIELD_NUMBER: _ClassVar[int]
     kind: ErrorKind
     reason: str
     message: str
-    def __init__(self, kind: _Optional[_Union[ErrorKind, str]] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ...) -> None: ...
+    param: str
+    def __init__(self, kind: _Optional[_Union[ErrorKind, str]] = ..., reason: _Optional[str] = ..., message: _Optional[str] = ..., param: _Optional[str] = ...) -> None: ...
 
 class PhaseTimes(_message.Message):
     __slots__ = ("queue_s", "prefill_s", "transfer_s", "first_decode_s")

@@ -17,7 +17,7 @@ class ClusterTiming:
         describe_timeout_s: for a node to describe itself.
         status_timeout_s: for a fresh status in `describe()`.
         lookup_timeout_s: for the directory to find prefixes; later answers are not waited for.
-        lookup_pause_s: after a failed lookup, during which none is tried.
+        lookup_pause_s: after a failed lookup, during which none is tried; the one after that is not waited for.
         reconnect_first_s: pause before the first reconnect; doubles with each.
         reconnect_longest_s: longest pause between reconnects.
         forget_after_s: a node without record and without connection is forgotten after this.
@@ -29,7 +29,7 @@ class ClusterTiming:
     """
 
     poll_s: float = 0.5
-    poll_timeout_s: float = 2.0
+    poll_timeout_s: float = 2.5
     watch_interval_s: float = 0.25
     monitor_s: float = 0.25
     describe_timeout_s: float = 2.0

@@ -1,4 +1,4 @@
-"""How bytes of a connection become requests: uvicorn's protocol with a limit on headers and on what is thrown away."""
+"""How bytes of a connection become requests: uvicorn's protocol with limits on headers, time and discards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ MAX_DISCARDED_BYTES = 64 * 1024 * 1024
 LINGER_S = 1.0
 """Seconds for which a refused connection is still read, since closing it at once can destroy the answer on its way."""
 
-_STATUS_TEXT = {400: "Bad Request", 431: "Request Header Fields Too Large"}
+ARRIVAL_S = 60.0
+"""Seconds in which a request has to arrive whole, and in which a new connection has to begin one."""
+
+_STATUS_TEXT = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large"}
 
 
 class _HeadersTooLarge(Exception):
@@ -27,8 +30,11 @@ class RouterHttpProtocol(HttpToolsProtocol):
 
     The parser itself puts no bound on headers, so they are counted twice: bytes of a head that is still incomplete, and
     what a complete one held. A body that nobody wants, after an early answer, is read on for a while so that the
-    client gets to see the answer.
+    client gets to see the answer. A client that sends its request drop by drop does not hold the connection for ever.
     """
+
+    arrival_s = ARRIVAL_S
+    """Shorter in tests."""
 
     _is_in_head = False
     _has_completed = False
@@ -36,12 +42,18 @@ class RouterHttpProtocol(HttpToolsProtocol):
     _discarded_bytes = 0
     _are_headers_too_large = False
     _is_refused = False
+    _arrival: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         raw_socket = transport.get_extra_info("socket")
         if raw_socket is not None and raw_socket.family in (socket.AF_INET, socket.AF_INET6):
             raw_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._expect_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_arrival()
+        super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
@@ -58,6 +70,7 @@ class RouterHttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._expect_request()
         self._is_in_head = True
         self._head_bytes = 0
         self._discarded_bytes = 0
@@ -73,12 +86,42 @@ class RouterHttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
+        self._end_arrival()
         self._has_completed = True
 
     def on_body(self, body: bytes) -> None:
         if self.cycle.response_complete:
             self._discard(len(body))
         super().on_body(body)
+
+    def _expect_request(self) -> None:
+        self._end_arrival()
+        self._arrival = self.loop.call_later(self.arrival_s, self._arrival_failed)
+
+    def _end_arrival(self) -> None:
+        if self._arrival is not None:
+            self._arrival.cancel()
+            self._arrival = None
+
+    def _arrival_failed(self) -> None:
+        earlier = self.cycle if self._is_in_head else None
+        if self.pipeline or (earlier is not None and not earlier.response_complete):
+            # The client sent this one while an earlier one is being answered: that comes first.
+            self._expect_request()
+            return
+        self._arrival = None
+        is_answered = not self._is_in_head and (self.cycle is None or self.cycle.response_started)
+        if self._is_refused or is_answered:
+            self.transport.close()
+            return
+        self._refuse(
+            ErrorAnswer(
+                408,
+                f"The request did not arrive within {self.arrival_s:g} seconds.",
+                "timeout_error",
+                code="request_timeout",
+            )
+        )
 
     def _discard(self, num_bytes: int) -> None:
         self._discarded_bytes += num_bytes
@@ -94,6 +137,9 @@ class RouterHttpProtocol(HttpToolsProtocol):
                 "invalid_request_error",
                 code="headers_too_large",
             )
+        self._refuse(answer)
+
+    def _refuse(self, answer: ErrorAnswer) -> None:
         body = answer.body()
         head = (
             f"HTTP/1.1 {answer.status} {_STATUS_TEXT[answer.status]}\r\n"

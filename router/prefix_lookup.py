@@ -1,7 +1,8 @@
 """How much of a prompt each node has cached, as far as the directory knows. A hint: every failure means "nothing".
 
 Block hashes of long prompts are computed off the event loop. A call to the directory is never cancelled midway (a
-cancelled Redis command would leave its answer for the next caller); it is merely not waited for.
+cancelled Redis command would leave its answer for the next caller); it is merely not waited for. Once one has failed,
+no prompt waits until another has succeeded: a lookup now and then tries the directory in the background.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class PrefixLookup:
         self._clock = clock
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="block-hash")
         self._under_way: set[asyncio.Task[dict[NodeId, int]]] = set()
+        self._probe: asyncio.Task[dict[NodeId, int]] | None = None
         self._paused_until = 0.0
         self._is_failing = False
 
@@ -50,7 +52,7 @@ class PrefixLookup:
         block_size = fingerprint.block_size
         # A hit never covers the last token: its logits are needed.
         num_blocks = (len(token_ids) - 1) // block_size
-        if num_blocks < 1 or not holders or self._clock() < self._paused_until:
+        if num_blocks < 1 or not holders or self._clock() < self._paused_until or self._probe is not None:
             return {}
         if len(self._under_way) >= MAX_LOOKUPS_UNDER_WAY:
             self._failed("too many lookups are under way")
@@ -61,6 +63,9 @@ class PrefixLookup:
             chain = await loop.run_in_executor(self._threads, _chain, fingerprint, tenant_salt, hashed)
         else:
             chain = _chain(fingerprint, tenant_salt, hashed)
+        if self._is_failing:
+            self._start_probe(chain, holders)
+            return {}
         blocks = await self._ask(chain, holders)
         return {node_id: min(count, num_blocks) * block_size for node_id, count in blocks.items() if count > 0}
 
@@ -71,7 +76,20 @@ class PrefixLookup:
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
+        if self._probe is not None:
+            # Ends with the call it waits for.
+            await self._probe
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _start_probe(self, chain: Sequence[BlockHash], holders: Sequence[tuple[NodeId, Epoch]]) -> None:
+        if self._probe is None:
+            self._probe = asyncio.create_task(self._ask(chain, holders))
+            self._probe.add_done_callback(self._probed)
+
+    def _probed(self, probe: asyncio.Task[dict[NodeId, int]]) -> None:
+        self._probe = None
+        if not probe.cancelled() and probe.exception() is None and not self._is_failing:
+            logger.info("directory_lookup_back")
 
     async def _ask(self, chain: Sequence[BlockHash], holders: Sequence[tuple[NodeId, Epoch]]) -> dict[NodeId, int]:
         task = asyncio.create_task(self._directory.lookup(chain, holders))

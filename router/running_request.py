@@ -316,9 +316,10 @@ class RunningRequest:
             outcome = "failed" if self._error is not None else "cancelled"
         metrics.request_ended(outcome)
         logger.info(
-            "request_ended response_id=%s outcome=%s reason=%s prompt_tokens=%d cached_tokens=%d completion_tokens=%d "
-            "seconds=%.3f",
+            "request_ended response_id=%s request_id=%r outcome=%s reason=%s prompt_tokens=%d cached_tokens=%d "
+            "completion_tokens=%d seconds=%.3f",
             self.response_id,
+            self.requests[0].request_id,
             outcome,
             _reason(self._error),
             usage.prompt_tokens,

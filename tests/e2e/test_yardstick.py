@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.cluster_processes import ClusterProcesses
+from tests.e2e.cluster_processes import ClusterProcesses, wait_until
 from tests.e2e.conftest import ClusterFactory
 from tests.e2e.reference import Reference
 
@@ -84,32 +84,47 @@ def test_n_sequences_equal_lone_ones(cluster: ClusterProcesses) -> None:
     assert both["usage"]["completion_tokens"] == 36
 
 
-def test_preempted(make_cluster: ClusterFactory, reference: Reference) -> None:
-    cluster = make_cluster(node_flags=["--num-blocks", "24"])
+@pytest.fixture(scope="module")
+def small_cluster(make_cluster: ClusterFactory) -> ClusterProcesses:
+    """Pools of 24 blocks, so that sequences are preempted, and no shared memory, so that KV travels over gRPC."""
+    flags = ["--num-blocks", "24", "--max-num-batched-tokens", "40"]
+    return make_cluster(node_flags=flags, decode_flags=["--no-shared-memory"])
+
+
+def test_grpc_transport(small_cluster: ClusterProcesses, reference: Reference) -> None:
+    for length in (17, 100):
+        prompt = prompt_of(length, seed=7)
+        assert small_cluster.tokens(prompt, max_tokens=20, ignore_eos=True) == reference.tokens(prompt, 20)
+    decode = small_cluster.node("decode-0")
+    assert decode["transfers"]["committed"] == 2
+    assert decode["kv_bytes"] > 0
+    assert not any("peer_pool_opened" in line for line in small_cluster["prefill-0"].log)
+    small_cluster.assert_idle()
+
+
+def test_preempted(small_cluster: ClusterProcesses, reference: Reference) -> None:
     prompts = [prompt_of(length, seed=6) for length in (60, 70, 80, 90)]
     expected = [reference.tokens(prompt, 150) for prompt in prompts]
     with ThreadPoolExecutor(len(prompts)) as pool:
-        answers = list(pool.map(lambda prompt: cluster.tokens(prompt, max_tokens=150, ignore_eos=True), prompts))
+        answers = list(pool.map(lambda prompt: small_cluster.tokens(prompt, max_tokens=150, ignore_eos=True), prompts))
     assert answers == expected
-    assert cluster.node("decode-0")["preemptions"] > 0
-    cluster.assert_idle()
+    assert small_cluster.node("decode-0")["preemptions"] > 0
+    small_cluster.assert_idle()
 
 
-def test_grpc_transport(make_cluster: ClusterFactory, reference: Reference) -> None:
-    cluster = make_cluster(node_flags=["--max-num-batched-tokens", "40"], decode_flags=["--no-shared-memory"])
-    for length in (17, 100):
-        prompt = prompt_of(length, seed=7)
-        assert cluster.tokens(prompt, max_tokens=20, ignore_eos=True) == reference.tokens(prompt, 20)
-    decode = cluster.node("decode-0")
-    assert decode["transfers"]["committed"] == 2
-    assert decode["kv_bytes"] > 0
-    assert not any("peer_pool_opened" in line for line in cluster["prefill-0"].log)
-    cluster.assert_idle()
+def test_what_can_never_fit_is_refused_at_once(small_cluster: ClusterProcesses) -> None:
+    for body in ({"prompt": prompt_of(50, seed=9), "max_tokens": 24 * BLOCK_SIZE}, {"prompt": [5] * 24 * BLOCK_SIZE}):
+        reply = small_cluster.post("/v1/completions", body)
+        assert reply.status_code == 400, reply.text
+        assert reply.json()["error"]["param"] in ("max_tokens", "prompt")
+    small_cluster.assert_idle()
 
 
-def test_no_prefill_node(make_cluster: ClusterFactory, reference: Reference) -> None:
-    cluster = make_cluster(prefill_nodes=0)
+def test_without_a_prefill_node(small_cluster: ClusterProcesses, reference: Reference) -> None:
+    assert small_cluster["prefill-0"].stop() == 0
+    wait_until(lambda: small_cluster.ready_nodes() == ["decode-0"], 5.0, "the router knows that prefill is gone")
+    before = small_cluster.node("decode-0")["local_prefills"]
     prompt = prompt_of(50, seed=8)
-    assert cluster.tokens(prompt, max_tokens=20, ignore_eos=True) == reference.tokens(prompt, 20)
-    assert cluster.node("decode-0")["local_prefills"] == 1
-    cluster.assert_idle()
+    assert small_cluster.tokens(prompt, max_tokens=20, ignore_eos=True) == reference.tokens(prompt, 20)
+    assert small_cluster.node("decode-0")["local_prefills"] == before + 1
+    small_cluster.assert_idle()

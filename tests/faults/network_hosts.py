@@ -6,9 +6,9 @@ import contextlib
 import ctypes
 import os
 import shutil
+import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -96,7 +96,8 @@ class Network:
     def as_client(self) -> Iterator[None]:
         """The calling thread, and the threads it starts meanwhile, use the client's network."""
         libc = ctypes.CDLL(None, use_errno=True)
-        with open("/proc/thread-self/ns/net") as ours, open(f"/run/netns/{self._namespace(CLIENT)}") as theirs:
+        here, there = Path("/proc/thread-self/ns/net"), Path("/run/netns", self._namespace(CLIENT))
+        with here.open() as ours, there.open() as theirs:
             if libc.setns(theirs.fileno(), _CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), "setns")
             try:
@@ -148,21 +149,24 @@ class HostMember(Member):
         def has_child() -> bool:
             with contextlib.suppress(OSError):
                 found[:] = map(int, Path(f"/proc/{wrapper}/task/{wrapper}/children").read_text().split())
-            return bool(found)
+            return bool(found) or self.process is None or self.process.poll() is not None
 
         wait_until(has_child, 10.0, f"{self.name} has started")
+        if not found:
+            raise ProcessLookupError(f"{self.name} has ended")
         return found[0]
 
     def kill(self) -> None:
         assert self.process is not None
-        os.kill(self.pid, 9)
+        with contextlib.suppress(ProcessLookupError):
+            self.signal(signal.SIGKILL)
         self.process.wait()
 
     def stop(self, timeout_s: float = 15.0) -> int:
         assert self.process is not None
-        if self.process.poll() is None:
-            self.signal(18)
-            self.signal(15)
+        with contextlib.suppress(ProcessLookupError):
+            self.signal(signal.SIGCONT)
+            self.signal(signal.SIGTERM)
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -242,3 +246,11 @@ class HostCluster(ClusterProcesses):
         self.redis.start()
         super().start()
         return self
+
+    def stop(self) -> None:
+        for name, member in self.members.items():
+            if not name.startswith("router") and member.process is not None:
+                # All at once, since each takes its time; what they have in flight nobody wants any more.
+                with contextlib.suppress(ProcessLookupError):
+                    member.signal(signal.SIGTERM)
+        super().stop()

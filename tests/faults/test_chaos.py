@@ -12,12 +12,11 @@ import httpx
 import pytest
 
 from tests.e2e.cluster_processes import MODEL_NAME, ClusterProcesses
-from tests.e2e.conftest import ClusterFactory
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
 CLIENTS = 8
-SECONDS = 24.0
+SECONDS = 14.0
 PROMPT_LENGTHS = (5, 16, 33, 60, 100)
 MAX_TOKENS = (1, 4, 20, 60)
 
@@ -94,11 +93,7 @@ def hurt(cluster: ClusterProcesses, dice: random.Random) -> None:
         victim.signal(signal.SIGCONT)
 
 
-def test_chaos(make_cluster: ClusterFactory) -> None:
-    flags = ["--progress-deadline", "2"]
-    cluster = make_cluster(
-        prefill_nodes=2, decode_nodes=2, node_flags=[*flags, "--num-blocks", "40"], router_flags=flags
-    )
+def test_chaos(cluster: ClusterProcesses) -> None:
     expected = {
         (length, max_tokens): cluster.post("/v1/completions", request_body(length, max_tokens)).json()["choices"][0][
             "token_ids"
@@ -120,5 +115,3 @@ def test_chaos(make_cluster: ClusterFactory) -> None:
     assert [wrong for client in clients for wrong in client.wrong] == []
     outcomes = sum((client.outcomes for client in clients), Counter[str]())
     assert outcomes["finished"] > CLIENTS, outcomes
-    cluster.wait_for_nodes(4)
-    cluster.assert_idle(timeout_s=15.0)

@@ -5,48 +5,21 @@ from __future__ import annotations
 import random
 import signal
 import time
-from collections.abc import Iterator
 
 import httpx
 import pytest
 
 from tests.e2e.cluster_processes import MODEL_NAME, ClusterProcesses, wait_until
-from tests.e2e.conftest import ClusterFactory
+from tests.faults.conftest import PROGRESS_DEADLINE_S
 from tests.faults.streams import Stream
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
-PROGRESS_DEADLINE_S = 2.0
 LONG = 400
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
     return [random.Random(f"{seed}/{length}/{place}").randrange(3, 300) for place in range(length)]
-
-
-@pytest.fixture(scope="module")
-def cluster(make_cluster: ClusterFactory) -> ClusterProcesses:
-    return make_cluster(
-        prefill_nodes=2,
-        decode_nodes=2,
-        routers=2,
-        node_flags=["--progress-deadline", str(PROGRESS_DEADLINE_S)],
-        router_flags=["--progress-deadline", str(PROGRESS_DEADLINE_S)],
-    )
-
-
-@pytest.fixture(autouse=True)
-def whole_again(cluster: ClusterProcesses) -> Iterator[None]:
-    """Every test begins and ends with every process up and nothing held."""
-    cluster.wait_for_nodes(4)
-    yield
-    for member in cluster.members.values():
-        assert member.process is not None
-        if member.process.poll() is not None:
-            member.start()
-    for router in (0, 1):
-        cluster.wait_for_nodes(4, router)
-    cluster.assert_idle(timeout_s=10.0)
 
 
 def decode_node_of(cluster: ClusterProcesses, router: int = 0) -> str:
@@ -84,6 +57,23 @@ def test_a_dead_prefill_node_costs_no_request(cluster: ClusterProcesses) -> None
     answers = [stream.join() for stream in streams]
     assert all(len(tokens) == 8 for tokens in answers)
     assert answers[:2] == expected
+
+
+def test_nodes_that_die_while_sending_and_before_the_commit(cluster: ClusterProcesses) -> None:
+    prompts = [prompt_of(90, seed=seed) for seed in range(50, 56)]
+    expected = [cluster.tokens(prompt, max_tokens=12, ignore_eos=True) for prompt in prompts]
+    for name, faults in (("prefill-0", "before_send=exit@2"), ("decode-0", "before_commit=exit")):
+        cluster[name].kill()
+        cluster[name].environment["PDSERVE_FAULTS"] = faults
+        cluster[name].start()
+        cluster[name].environment["PDSERVE_FAULTS"] = ""
+    cluster.wait_for_nodes(4)
+    # Both decode nodes and both prefill nodes get work, so both faults strike.
+    streams = [Stream(cluster, prompt, max_tokens=12) for prompt in prompts]
+    assert [stream.join() for stream in streams] == expected
+    process = cluster["decode-0"].process
+    assert process is not None
+    assert process.wait(5.0) == 9, "decode-0 did not reach its fault"
 
 
 @pytest.mark.parametrize("fields", [{}, {"temperature": 1.0, "seed": 11}], ids=["greedy", "seeded"])

@@ -17,7 +17,7 @@ from engine.errors import AttemptFailed
 from engine.ids import BlockId
 from engine.kv_layout import KvLayout
 from kv_transfer.pool_memory import MEMFD_NAME, NONCE_BYTES, PeerPools, PoolMemory, TransportRefused
-from kv_transfer.processes import process_is_alive, process_start_ticks
+from kv_transfer.processes import boot_id, process_is_alive, process_start_ticks
 from proto import worker_pb2 as pb
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -212,6 +212,30 @@ def test_every_field_of_an_offer_is_checked(
     assert caught.value.reason == reason
     assert peers.refused == {reason: 1}
     assert (open_descriptors(), maps_of_pools(), len(peers)) == (descriptors, 0, 0)
+
+
+def test_an_owner_of_another_user_is_refused(peers: PeerPools) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to start a process as another user")
+    with subprocess.Popen(["sleep", "60"], user=65534) as stranger:
+        try:
+            start_ticks = process_start_ticks(stranger.pid)
+            assert start_ticks is not None
+            offer = pb.SharedMemoryOffer(boot_id=boot_id(), pid=stranger.pid, pid_start_ticks=start_ticks)
+            with pytest.raises(TransportRefused) as caught:
+                peers.open(offer, LAYOUT)
+        finally:
+            stranger.kill()
+    assert caught.value.reason == "other_user"
+
+
+def test_under_the_proc_of_another_namespace_nothing_is_opened(
+    owner: Owner, peers: PeerPools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    with pytest.raises(TransportRefused) as caught:
+        peers.open(owner.offer, LAYOUT)
+    assert caught.value.reason == "foreign_proc"
 
 
 def test_the_wrong_fields_cover_the_message() -> None:

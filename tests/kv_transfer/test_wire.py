@@ -194,6 +194,14 @@ def test_errors_keep_type_reason_and_message(error: PdserveError, kind: int) -> 
     assert (type(received), received.reason, str(received)) == (type(error), error.reason, "m")
 
 
+def test_an_error_of_the_caller_keeps_the_field_it_names_unless_that_is_no_field() -> None:
+    received = wire.error_from_wire(wire.error_to_wire(InvalidRequest("n is 64", param="n")))
+    assert isinstance(received, InvalidRequest) and received.param == "n"
+    for param in ("", "x y", "x" * 1000, "<b>"):
+        received = wire.error_from_wire(pb.Error(kind=pb.ERROR_KIND_INVALID, reason="bad", message="m", param=param))
+        assert isinstance(received, InvalidRequest) and received.param is None
+
+
 def test_unexpected_errors_tell_nothing_but_their_type() -> None:
     message = wire.error_to_wire(KeyError("a secret prompt"))
     assert message.kind == pb.ERROR_KIND_INTERNAL

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -155,6 +156,8 @@ async def test_one_log_line_at_admission_and_one_at_the_end(caplog: pytest.LogCa
     lines = [record.getMessage() for record in caplog.records if record.name.startswith("router")]
     assert len(lines) == 2
     assert "request_admitted" in lines[0] and "outcome=cancelled" in lines[1]
+    labels = [re.search(r"request_id='(\S+)'", line) for line in lines]
+    assert labels[0] and labels[1] and labels[0][1] == labels[1][1]
     assert "red" not in " ".join(lines).replace("request", "")
 
 

@@ -7,7 +7,9 @@ import json
 import socket
 from typing import Any
 
-from router.http_protocol import MAX_HEADER_BYTES
+import pytest
+
+from router.http_protocol import MAX_HEADER_BYTES, RouterHttpProtocol
 from tests.router.api_harness import MODEL, Serving, serving
 
 
@@ -96,3 +98,31 @@ async def test_small_writes_are_sent_at_once() -> None:
         (connection,) = [item for item in server.http.connections if not item.transport.is_closing()]
         raw = connection.transport.get_extra_info("socket")
         assert raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
+
+
+_POST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 1000\r\n\r\n"
+
+
+@pytest.mark.parametrize("pieces", [[b"GET /health HTTP/1.1\r\n", b"X-A: ", b"b"], [_POST, b"{", b" "]])
+async def test_request_sent_drop_by_drop_is_408_and_the_connection_closed(
+    pieces: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RouterHttpProtocol, "arrival_s", 0.2)
+    async with serving() as server:
+        status, body = await asyncio.wait_for(exchange(server, *pieces), 5)
+        assert status == 408 and body["error"]["code"] == "request_timeout"
+
+
+async def test_connection_that_never_asks_is_closed_and_one_that_did_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RouterHttpProtocol, "arrival_s", 0.2)
+    async with serving() as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+        writer.close()
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        for _ in range(2):
+            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b"200" in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+            await asyncio.sleep(0.5)
+        assert not reader.at_eof()
+        writer.close()

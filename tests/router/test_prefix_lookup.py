@@ -85,7 +85,28 @@ async def test_a_slow_directory_is_not_waited_for_nor_cancelled_nor_asked_again_
     await asyncio.sleep(0.2)
     assert directory.cancelled == 0
     directory.delay_s = 0.0
+    assert await lookup.cached_tokens(FINGERPRINT, b"", tokens, [HOLDER]) == {}
+    await asyncio.sleep(0.02)
     assert await lookup.cached_tokens(FINGERPRINT, b"", tokens, [HOLDER]) == {"p": 8}
+    await lookup.close()
+
+
+async def test_while_the_directory_is_silent_only_the_first_prompt_waits() -> None:
+    tokens = list(range(12))
+    directory = await make_directory(tokens)
+    directory.delay_s = 60.0
+    counters = ClusterCounters()
+    lookup = make_lookup(directory, counters)
+    assert await lookup.cached_tokens(FINGERPRINT, b"", tokens, [HOLDER]) == {}
+    slowest_s = 0.0
+    for _ in range(60):
+        started_at = time.monotonic()
+        assert await lookup.cached_tokens(FINGERPRINT, b"", tokens, [HOLDER]) == {}
+        slowest_s = max(slowest_s, time.monotonic() - started_at)
+        await asyncio.sleep(0.005)
+    assert slowest_s < TIMING.lookup_timeout_s / 2
+    assert 2 <= directory.asked <= 5, "one at a time, with a pause after each"
+    assert counters.directory_errors in (directory.asked - 1, directory.asked)
     await lookup.close()
 
 
