@@ -24,12 +24,17 @@ SERVE_FLAGS = $(if $(MODEL),"$$MODEL") $(if $(PORT),--port "$$PORT") \
 serve: $(VENV)/.installed
 	@exec $(VENV)/bin/pdserve serve $(SERVE_FLAGS) $(ARGS)
 
-# Tests that start whole clusters need both cores for themselves and come last.
-CLUSTER_TESTS := tests/deploy tests/e2e tests/faults tests/pdserve
+# Tests that start whole clusters need both cores for themselves and come last. TESTS=... runs those alone.
+CLUSTER_TESTS := tests/api tests/deploy tests/e2e tests/faults tests/pdserve
+TESTS ?=
 
 test: $(VENV)/.installed-test check
+ifeq ($(TESTS),)
 	$(VENV)/bin/python -m pytest $(PYTEST_ARGS) -n 2 --dist loadfile $(CLUSTER_TESTS:%=--ignore=%)
 	$(VENV)/bin/python -m pytest $(PYTEST_ARGS) $(CLUSTER_TESTS)
+else
+	$(VENV)/bin/python -m pytest $(PYTEST_ARGS) $(TESTS)
+endif
 
 # Style, types, the floors, and that the generated protocol code is what its sources say.
 check: $(VENV)/.installed-test

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import grpc
 import torch
 
 from decode_node.attempt import Attempt, UpdateSink, refuse
@@ -45,7 +44,7 @@ from engine.node_status import NodeCounters, status_message
 from engine.sampling import SampleRow, prompt_logprobs, sample
 from engine.step_loop import StepLoop
 from engine.tokens import PositionLogprobs, SampledToken
-from kv_transfer.channels import Channels
+from kv_transfer.channels import Channel, Channels
 from kv_transfer.wire import sampling_from_wire
 from proto import worker_pb2 as pb
 
@@ -103,7 +102,7 @@ class DecodeNode:
         self._receivers: dict[Attempt, HandoffReceiver] = {}
         self._receiver_tasks: dict[asyncio.Task[None], HandoffReceiver] = {}
         self._sessions: set[Session] = set()
-        self._channels = Channels()
+        self._channels = Channels(config.node.cluster_token)
         self._step_started_s = 0.0
         self._is_draining = False
         self._is_idle = asyncio.Event()
@@ -208,7 +207,7 @@ class DecodeNode:
         """How prefill nodes of this host may write into the pool."""
         return self._offer() if self._offer is not None else None
 
-    def channel(self, address: str) -> grpc.aio.Channel:
+    def channel(self, address: str) -> Channel:
         """The connection to a prefill node."""
         return self._channels.get(address)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -82,6 +83,7 @@ class NodeConfig:
         progress_deadline_s: seconds without progress, with work at hand, after which the node calls itself stalled;
             also the silence after which a peer is given up.
         drain_timeout_s: seconds to finish work after SIGTERM.
+        cluster_token: secret that every process of the cluster shows; needed to listen beyond loopback.
     """
 
     engine: EngineConfig
@@ -94,6 +96,7 @@ class NodeConfig:
     heartbeat_s: float = 1.0
     progress_deadline_s: float = 5.0
     drain_timeout_s: float = 30.0
+    cluster_token: str | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check_positive(self, "heartbeat_s", "progress_deadline_s", "drain_timeout_s")
@@ -101,3 +104,19 @@ class NodeConfig:
             raise ValueError(f"port must be between 0 and 65535, not {self.port}")
         if not self.cluster.replace("-", "").replace("_", "").isalnum():
             raise ValueError(f"cluster may hold letters, digits, - and _, not {self.cluster!r}")
+        check_token(self.cluster_token)
+        if self.cluster_token is None and not _is_loopback(self.host):
+            raise ValueError(f"cluster_token must be set to listen on {self.host}, which others can reach")
+
+
+def check_token(token: str | None) -> None:
+    """Raise ValueError when a cluster token could not travel in a header."""
+    if token is not None and not (token.isascii() and token.isprintable() and token.split() == [token]):
+        raise ValueError("cluster_token must be printable ASCII without white space")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

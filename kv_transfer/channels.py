@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
+from typing import TypeAlias
 
 import grpc
+
+from kv_transfer.cluster_token import TokenChannel
 
 _MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 _UNUSED_S = 60.0
@@ -40,20 +43,25 @@ SERVER_OPTIONS: tuple[tuple[str, int | str], ...] = (
 )
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel to `host:port`; connects lazily and reconnects by itself."""
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+Channel: TypeAlias = "grpc.aio.Channel | TokenChannel"
+
+
+def open_channel(address: str, token: str | None = None) -> Channel:
+    """A channel to `host:port`; connects lazily and reconnects by itself. `token`: the cluster's, if it has one."""
+    channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return channel if token is None else TokenChannel(channel, token)
 
 
 class Channels:
     """Connections to peers by address, kept while they are used."""
 
-    def __init__(self) -> None:
-        self._channels: dict[str, tuple[grpc.aio.Channel, float]] = {}
+    def __init__(self, token: str | None = None) -> None:
+        self._token = token
+        self._channels: dict[str, tuple[Channel, float]] = {}
 
-    def get(self, address: str) -> grpc.aio.Channel:
+    def get(self, address: str) -> Channel:
         """The connection to `host:port`, opened at first need."""
-        channel = self._channels[address][0] if address in self._channels else open_channel(address)
+        channel = self._channels[address][0] if address in self._channels else open_channel(address, self._token)
         self._channels[address] = (channel, time.monotonic())
         return channel
 

@@ -23,6 +23,7 @@ from engine.ids import Epoch, NodeId
 from engine.model_runner import Runner
 from engine.node_status import Node, NodeService
 from kv_transfer.channels import SERVER_OPTIONS
+from kv_transfer.cluster_token import TokenCheck
 from kv_transfer.directory import NodeRecord
 from kv_transfer.directory_publisher import DirectoryPublisher
 from kv_transfer.redis_directory import RedisDirectory
@@ -56,7 +57,8 @@ class NodeProcess:
     """What belongs to the process rather than to the node: its server, its address, what to give back at the end."""
 
     def __init__(self, config: NodeConfig) -> None:
-        self.server = grpc.aio.server(options=SERVER_OPTIONS)
+        checks = [] if config.cluster_token is None else [TokenCheck(config.cluster_token)]
+        self.server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=checks)
         self._config = config
         self._closers: list[Callable[[], None]] = []
 

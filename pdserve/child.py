@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 CONFIG_ERROR_EXIT = 2
 """Exit code by which a child says that trying again is of no use."""
 
+HURRY_S = 3.0
+"""Seconds that a hurried child has to tell its clients and end."""
+
 
 class ChildFailed(Exception):
     """A child cannot be kept alive; the message says which and why, in one sentence."""
@@ -190,13 +193,20 @@ class Child:
             self.lines.put(f"[{self.name}] ".encode() + text)
 
     async def stop(self, timeout_s: float, hurry: asyncio.Event) -> None:
-        """SIGTERM, then SIGKILL after `timeout_s` or at once when `hurry` is set. Returns when the process is gone."""
+        """SIGTERM, and SIGKILL after `timeout_s`. Returns when the process is gone.
+
+        When `hurry` is set: a second SIGTERM, which ends the child's own waiting but lets it tell its clients; SIGKILL
+        after `HURRY_S`.
+        """
         self._stopping.set()
         if self._task is None:
             return
         self._signal(signal.SIGTERM)
         hurrying = asyncio.create_task(hurry.wait())
         await asyncio.wait({self._task, hurrying}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if hurrying.done() and not self._task.done():
+            self._signal(signal.SIGTERM)
+            await asyncio.wait({self._task}, timeout=HURRY_S)
         hurrying.cancel()
         if not self._task.done():
             logger.warning("child_killed name=%s", self.name)

@@ -69,7 +69,9 @@ def router(options: RouterOptions) -> int:
     """Run one router: the HTTP and gRPC front door of a cluster."""
     refuse_foreign_kernels()
     _set_up_logging(options.log_level)
-    config = options.router_config(redis_url=options.redis_url, cluster=options.cluster)
+    config = options.router_config(
+        redis_url=options.redis_url, cluster=options.cluster, cluster_token=options.cluster_token
+    )
     from router.server import run
 
     return run(config)

@@ -180,6 +180,13 @@ class DirectoryOptions:
 
     redis_url: str = option("redis://127.0.0.1:6379/0", "Where the directory lives.", CLUSTER, metavar="URL")
     cluster: str = option("default", "Name of the cluster, so that several may share one Redis.", CLUSTER)
+    cluster_token: str | None = option(
+        None,
+        "Secret that the processes of the cluster show each other; nodes need it to listen beyond loopback.",
+        CLUSTER,
+        metavar="SECRET",
+        show_default="none",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,7 +224,7 @@ class FrontOptions(CommonOptions):
             return int(self.grpc_port)
         return http_port + 1 if 0 < http_port < 65535 else 0
 
-    def router_config(self, *, redis_url: str, cluster: str) -> RouterConfig:
+    def router_config(self, *, redis_url: str, cluster: str, cluster_token: str | None = None) -> RouterConfig:
         """Raises BadParameter naming the flag that is wrong."""
         if any(key.split() != [key] for key in self.api_key):
             raise typer.BadParameter("--api-key must not be empty or hold white space")
@@ -229,6 +236,7 @@ class FrontOptions(CommonOptions):
                 grpc_port=self.grpc_port_number(self.port),
                 redis_url=redis_url,
                 cluster=cluster,
+                cluster_token=cluster_token,
                 served_model_names=tuple(self.served_model_name),
                 api_keys=tuple(self.api_key),
                 max_model_len=self.max_model_len,
@@ -275,6 +283,7 @@ class NodeOptions(EngineOptions, DirectoryOptions):
                 node_id=self.node_id,
                 redis_url=self.redis_url,
                 cluster=self.cluster,
+                cluster_token=self.cluster_token,
                 heartbeat_s=self.heartbeat,
                 progress_deadline_s=self.progress_deadline,
                 drain_timeout_s=self.drain_timeout,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from engine.config import check_token
+
 
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
@@ -29,6 +31,7 @@ class RouterConfig:
         local_prefill_threshold: uncached prompt tokens up to which a decode node prefills by itself.
         slow_client_s: seconds a client may leave a full buffer unread before it is cancelled.
         drain_timeout_s: seconds to finish requests after SIGTERM.
+        cluster_token: secret that nodes ask for; None where they listen on loopback without one.
         seed: makes the seeds of unseeded requests repeatable; None draws them from the system.
     """
 
@@ -50,6 +53,7 @@ class RouterConfig:
     local_prefill_threshold: int = 0
     slow_client_s: float = 30.0
     drain_timeout_s: float = 30.0
+    cluster_token: str | None = field(default=None, repr=False)
     seed: int | None = None
 
     def __post_init__(self) -> None:
@@ -73,6 +77,7 @@ class RouterConfig:
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name} must be greater than 0, not {value}")
+        check_token(self.cluster_token)
         if any(not key for key in self.api_keys):
             raise ValueError("api_keys must not hold an empty key")
 

@@ -95,6 +95,7 @@ class RouterCluster(Cluster):
             timing=self._timing,
             counters=self.counters,
             clock=clock,
+            cluster_token=config.cluster_token,
         )
         self._lookup = PrefixLookup(directory, timing=self._timing, counters=self.counters, clock=clock)
         self._budget = RetryBudget()

@@ -56,6 +56,7 @@ class NodeLink:
         timing: ClusterTiming,
         counters: ClusterCounters,
         clock: Callable[[], float],
+        cluster_token: str | None = None,
     ) -> None:
         self.node = node
         self._listener = listener
@@ -64,7 +65,7 @@ class NodeLink:
         self._timing = timing
         self._counters = counters
         self._clock = clock
-        self._channel: Any = open_channel(node.address)
+        self._channel: Any = open_channel(node.address, cluster_token)
         self._stub: Any = rpc.NodeServiceStub(self._channel)
         self._watch: Any = None
         self._session: DecodeSession | None = None

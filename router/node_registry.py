@@ -44,6 +44,7 @@ class NodeRegistry:
         timing: ClusterTiming,
         counters: ClusterCounters,
         clock: Callable[[], float],
+        cluster_token: str | None = None,
     ) -> None:
         self._directory = directory
         self._router_id = router_id
@@ -51,6 +52,7 @@ class NodeRegistry:
         self._timing = timing
         self._counters = counters
         self._clock = clock
+        self._cluster_token = cluster_token
         self._links: dict[NodeId, NodeLink] = {}
         self._fingerprint_seen_at: dict[Fingerprint, float] = {}
         self._served: Fingerprint | None = None
@@ -237,6 +239,7 @@ class NodeRegistry:
             timing=self._timing,
             counters=self._counters,
             clock=self._clock,
+            cluster_token=self._cluster_token,
         )
         self._links[node.node_id] = link
         link.start()

@@ -34,6 +34,7 @@ pytestmark = [
 
 API_KEY = "canary-of-the-compose-test"
 REDIS_PASSWORD = "canary-password"
+CLUSTER_TOKEN = "canary-token"
 DEADLINE_S = 200.0
 
 
@@ -181,6 +182,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     folder = tmp_path_factory.mktemp("compose")
     variables = env_example() | {
         "REDIS_PASSWORD": REDIS_PASSWORD,
+        "CLUSTER_TOKEN": CLUSTER_TOKEN,
         "API_KEYS": API_KEY,
         "MODEL": str(build_tiny_model(folder / "tiny")),
         "SERVED_MODEL_NAME": "tiny",
@@ -255,6 +257,7 @@ def test_stop_drains_and_no_secret_is_in_a_log(host: Host) -> None:
         text = container.log.read_text(encoding="utf-8", errors="replace")
         assert API_KEY not in text
         assert REDIS_PASSWORD not in text
+        assert CLUSTER_TOKEN not in text
     assert not any(
         Path(f"/proc/{container.process.pid}").exists() for container in host.containers if container.process
     )

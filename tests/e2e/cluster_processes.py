@@ -105,6 +105,7 @@ class ClusterProcesses:
         decode_flags: further flags of decode nodes.
         router_flags: further flags of every router.
         faults: PDSERVE_FAULTS by node name.
+        api_key: sent with calls, for routers whose flags ask for one.
     """
 
     def __init__(
@@ -119,7 +120,9 @@ class ClusterProcesses:
         decode_flags: Sequence[str] = (),
         router_flags: Sequence[str] = (),
         faults: Mapping[str, str] | None = None,
+        api_key: str | None = None,
     ) -> None:
+        self.headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self.redis = RedisProcess(folder)
         self.members: dict[str, Member] = {}
         common = ["--redis-url", self.redis.url, "--heartbeat", "0.5"]
@@ -171,7 +174,7 @@ class ClusterProcesses:
 
     def describe(self, router: int = 0) -> dict[str, Any]:
         """GET /debug/cluster."""
-        reply = httpx.get(f"{self.url(router)}/debug/cluster", timeout=5.0)
+        reply = httpx.get(f"{self.url(router)}/debug/cluster", headers=self.headers, timeout=5.0)
         reply.raise_for_status()
         answer: dict[str, Any] = reply.json()
         return answer
@@ -183,7 +186,9 @@ class ClusterProcesses:
 
     def post(self, path: str, body: dict[str, Any], router: int = 0, timeout_s: float = 60.0) -> httpx.Response:
         """POST a JSON body."""
-        return httpx.post(f"{self.url(router)}{path}", json={"model": MODEL_NAME, **body}, timeout=timeout_s)
+        return httpx.post(
+            f"{self.url(router)}{path}", json={"model": MODEL_NAME, **body}, headers=self.headers, timeout=timeout_s
+        )
 
     def complete(self, prompt: list[int] | str, router: int = 0, **fields: Any) -> dict[str, Any]:
         """A greedy completion, unless `fields` say otherwise."""

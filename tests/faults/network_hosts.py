@@ -233,6 +233,7 @@ class HostCluster(ClusterProcesses):
             environment = {
                 **os.environ,
                 "PDSERVE_FAULTS": (faults or {}).get(name, ""),
+                "PDSERVE_CLUSTER_TOKEN": "secret-of-these-tests",
                 "OMP_NUM_THREADS": "1",
                 "PYTHONUNBUFFERED": "1",
             }

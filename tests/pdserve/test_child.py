@@ -77,6 +77,30 @@ async def test_deaf_child_is_killed_after_its_time() -> None:
     assert child.pid is None
 
 
+async def test_hurried_child_gets_a_second_signal_and_the_time_to_say_goodbye() -> None:
+    child, lines = make_child(
+        "import signal, sys, time\n"
+        "count = 0\n"
+        "def on_term(*_):\n"
+        "    global count\n"
+        "    count += 1\n"
+        "    print('signal', count, flush=True)\n"
+        "    if count == 2:\n"
+        "        time.sleep(0.2); print('goodbye', flush=True); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, on_term)\n"
+        "print('up', flush=True)\n"
+        "while True: time.sleep(60)"
+    )
+    child.start()
+    await eventually(lambda: bool(lines.lines))
+    hurry = asyncio.Event()
+    stopping = asyncio.create_task(child.stop(30.0, hurry))
+    await eventually(lambda: b"[node-0] signal 1" in lines.lines)
+    hurry.set()
+    await asyncio.wait_for(stopping, 10.0)
+    assert lines.lines[-2:] == [b"[node-0] signal 2", b"[node-0] goodbye"]
+
+
 async def test_lines_are_prefixed_and_an_endless_one_is_cut() -> None:
     child, lines = make_child(
         "import sys, time; sys.stdout.buffer.write(b'one\\n\\xff two\\n' + b'x' * 200_000); sys.stdout.flush(); "

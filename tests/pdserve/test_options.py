@@ -177,9 +177,14 @@ def test_api_keys_are_not_shown_by_the_settings() -> None:
 
 
 def test_wildcard_host_advertises_the_address_that_reaches_redis() -> None:
-    node = DecodeOptions(host="0.0.0.0", redis_url="redis://:secret@127.0.0.1:6379/0").node_config()
+    node = DecodeOptions(
+        host="0.0.0.0", redis_url="redis://:secret@127.0.0.1:6379/0", cluster_token="token"
+    ).node_config()
     assert node.advertise_host == "127.0.0.1"
-    assert DecodeOptions(host="0.0.0.0", advertise_host="here").node_config().advertise_host == "here"
+    assert (
+        DecodeOptions(cluster_token="token", host="0.0.0.0", advertise_host="here").node_config().advertise_host
+        == "here"
+    )
     assert DecodeOptions(host="127.0.0.7").node_config().advertise_host is None
 
 
