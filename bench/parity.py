@@ -208,10 +208,11 @@ async def compare_sampling(client: Client, prompts: Sequence[Prompt], count: int
     """Whether seeded answers are the same alone and while all other prompts run."""
     chosen = random.Random(1).sample(list(prompts), count)
     alone = [await client.complete(prompt, seed=seed, **SAMPLING) for seed, prompt in enumerate(chosen)]
-    *crowded, _ = await asyncio.gather(
-        *(client.complete(prompt, seed=seed, **SAMPLING) for seed, prompt in enumerate(chosen)),
-        client.complete_all(prompts),
+    crowd = asyncio.create_task(client.complete_all(prompts))
+    crowded = await asyncio.gather(
+        *(client.complete(prompt, seed=seed, **SAMPLING) for seed, prompt in enumerate(chosen))
     )
+    await crowd
     different = [
         prompt.source
         for prompt, one, other in zip(chosen, alone, crowded, strict=True)

@@ -30,6 +30,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def footprint(pid: int) -> tuple[int, int]:
+    """(open files, threads) of a process."""
+    return len(list(Path(f"/proc/{pid}/fd").iterdir())), len(list(Path(f"/proc/{pid}/task").iterdir()))
+
+
 def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> float:
     """Seconds until `condition` held; fails the test naming `what` when it never did."""
     started_s = time.monotonic()
@@ -108,6 +113,8 @@ class ClusterProcesses:
         api_key: sent with calls, for routers whose flags ask for one.
     """
 
+    api_key: str | None = None
+
     def __init__(
         self,
         folder: Path,
@@ -122,7 +129,7 @@ class ClusterProcesses:
         faults: Mapping[str, str] | None = None,
         api_key: str | None = None,
     ) -> None:
-        self.headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self.api_key = api_key
         self.redis = RedisProcess(folder)
         self.members: dict[str, Member] = {}
         common = ["--redis-url", self.redis.url, "--heartbeat", "0.5"]
@@ -148,6 +155,11 @@ class ClusterProcesses:
 
     def __getitem__(self, name: str) -> Member:
         return self.members[name]
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of every call."""
+        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
     def url(self, router: int = 0) -> str:
         """Base URL of a router."""
@@ -225,6 +237,21 @@ class ClusterProcesses:
         if counts["admitted"] != counts["finished"] + counts["failed"] + counts["cancelled"]:
             wrong.append(f"requests without an end: {counts}")
         return wrong
+
+    def dead_directory_entries(self, router: int = 0) -> list[str]:
+        """I6: entries in Redis of an incarnation of a node that is not the one the router works with."""
+        live = {node["id"]: node["epoch"] for node in self.describe(router)["nodes"] if node["state"] == "ready"}
+        wrong: list[str] = []
+        for key in self.redis.client().scan_iter("pdserve:{*}:blocks:*", count=1000):
+            *_, name, epoch = key.decode().split(":")
+            if live.get(name, int(epoch)) != int(epoch):
+                wrong.append(key.decode())
+        return wrong
+
+    def footprints(self) -> dict[int, tuple[str, int, int]]:
+        """I7: (name, open files, threads) of each living process, by pid."""
+        living = [member for member in self.members.values() if member.process and member.process.poll() is None]
+        return {member.pid: (member.name, *footprint(member.pid)) for member in living}
 
     def assert_idle(self, timeout_s: float = 5.0) -> None:
         """The invariants hold, at the latest after `timeout_s`."""

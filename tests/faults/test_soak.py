@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.cluster_processes import ClusterProcesses
+from tests.e2e.cluster_processes import ClusterProcesses, footprint
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
@@ -23,11 +23,6 @@ def anonymous_bytes(pid: int) -> int:
     """RssAnon and VmSwap: memory of the process's own, wherever it lies."""
     status = Path(f"/proc/{pid}/status").read_text()
     return 1024 * sum(int(re.search(rf"{name}:\s+(\d+)", status)[1]) for name in ("RssAnon", "VmSwap"))  # type: ignore[index]
-
-
-def footprint(pid: int) -> tuple[int, int]:
-    """(open files, threads)."""
-    return len(list(Path(f"/proc/{pid}/fd").iterdir())), len(list(Path(f"/proc/{pid}/task").iterdir()))
 
 
 def serve(cluster: ClusterProcesses, count: int, seed: int) -> None:
