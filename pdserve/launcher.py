@@ -24,6 +24,7 @@ import psutil
 
 from engine.errors import ConfigError
 from engine.model_store import ModelFiles, resolve_model
+from kv_transfer.redis_directory import masked_url
 from pdserve import private_redis, tether
 from pdserve.addresses import LOOPBACK, WILDCARDS, check_port_is_free, choose_free_ports, usable_cores
 from pdserve.child import Backoff, Child, ChildFailed, LineWriter
@@ -46,6 +47,7 @@ STOP_SLACK_S = 5.0
 WARM_UP_TIMEOUT_S = 120.0
 ECHO_S = 1.0
 
+_REDIS_TIMEOUT_S = 3.0
 _NODE_FLAGS = ("dtype", "device", "block_size", "num_blocks", "kv_memory", "max_num_batched_tokens", "max_num_seqs")
 _EVERY_ROLE_FLAGS = ("log_level", "max_model_len", "progress_deadline", "drain_timeout", "seed")
 _ROUTER_FLAGS = ("host", "local_prefill_threshold", "max_waiting_requests")
@@ -86,6 +88,8 @@ def run(options: ServeOptions) -> int:
     config = options.router_config(redis_url=options.redis_url or "unix://unused", cluster="unused")
     _check_ports(config)
     _check_memory(options)
+    if options.redis_url is not None:
+        _check_redis(options.redis_url)
     with showing_progress() as report:
         files = resolve_model(options.model, report=report)
     runtime = private_redis.RuntimeDirectory() if options.redis_url is None else None
@@ -103,6 +107,22 @@ def _check_ports(config: RouterConfig) -> None:
     for port in (config.port, config.grpc_port):
         if port:
             check_port_is_free(config.host, port)
+
+
+def _check_redis(url: str) -> None:
+    """Without Redis nodes and router would never find each other, so say so at once."""
+    import redis
+    from redis.backoff import NoBackoff
+    from redis.retry import Retry
+
+    try:
+        client = redis.Redis.from_url(
+            url, socket_timeout=_REDIS_TIMEOUT_S, socket_connect_timeout=_REDIS_TIMEOUT_S, retry=Retry(NoBackoff(), 0)
+        )
+        with client:
+            client.ping()
+    except (redis.RedisError, OSError, ValueError) as error:
+        raise ConfigError(f"The Redis at {masked_url(url)} cannot be used: {str(error).rstrip(".")}.") from None
 
 
 def _check_memory(options: ServeOptions) -> None:

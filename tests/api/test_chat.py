@@ -69,7 +69,10 @@ def test_tool_call_without_content_is_an_empty_message(api: Api, call: Json) -> 
 
 def test_text_parts_are_joined(api: Api) -> None:
     in_parts = [
-        {"role": "user", "content": [{"type": "text", "text": "What time "}, {"type": "text", "text": "is it in Oslo?"}]},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "What time "}, {"type": "text", "text": "is it in Oslo?"}],
+        },
         {"role": "assistant", "tool_calls": [CALL]},
         {**ANSWERED, "content": [{"type": "text", "text": "12:00"}]},
     ]
@@ -109,9 +112,36 @@ def test_top_log_probabilities_descend_and_hold_the_chosen_token(api: Api) -> No
 
 
 def test_null_is_absent_for_every_optional_field(api: Api) -> None:
-    names = """max_tokens max_completion_tokens stop n seed logit_bias tools tool_choice stream stream_options top_p top_k
-        min_p presence_penalty frequency_penalty repetition_penalty logprobs top_logprobs response_format user metadata
-        store service_tier min_tokens ignore_eos stop_token_ids parallel_tool_calls cache_salt""".split()
+    names = [
+        "max_tokens",
+        "max_completion_tokens",
+        "stop",
+        "n",
+        "seed",
+        "logit_bias",
+        "tools",
+        "tool_choice",
+        "stream",
+        "stream_options",
+        "top_p",
+        "top_k",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "logprobs",
+        "top_logprobs",
+        "response_format",
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "min_tokens",
+        "ignore_eos",
+        "stop_token_ids",
+        "parallel_tool_calls",
+        "cache_salt",
+    ]
     absent = api.chat("Say one word.")
     given = api.chat("Say one word.", **dict.fromkeys(names))
     assert given["choices"] == absent["choices"]

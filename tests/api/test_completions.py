@@ -112,7 +112,14 @@ def test_lone_bytes_end_normally_as_replacement_characters(api: Api, tokenizer: 
 
 @pytest.mark.parametrize(
     "prompt",
-    ["def f(x):\n    if x:\n        return", "  two leading spaces", "\n\n\ttabs\t", "日本語のテキスト", "👩‍👩‍👧 🇳🇴", "naïve café"],
+    [
+        "def f(x):\n    if x:\n        return",
+        "  two leading spaces",
+        "\n\n\ttabs\t",
+        "日本語のテキスト",
+        "👩‍👩‍👧 🇳🇴",
+        "naïve café",
+    ],
 )
 def test_streamed_text_is_the_whole_text_byte_for_byte(api: Api, tokenizer: Tokenizer, prompt: str) -> None:
     fields = {"max_tokens": 32, "return_token_ids": True}
@@ -227,14 +234,16 @@ def test_seed_decides_the_text_alone_in_company_and_on_one_node(api: Api, local_
 
 def test_seeded_text_survives_preemption(api: Api, cluster: ClusterProcesses) -> None:
     """Four sequences that together need far more blocks than there are."""
-    fields = {"temperature": 0.9, "seed": 42, "max_tokens": 330, "ignore_eos": True, "return_token_ids": True}
+    fields = {"temperature": 0.9, "seed": 42, "max_tokens": 280, "ignore_eos": True, "return_token_ids": True}
     prompts = ["Once upon", "A dog", "A cat", "The end"]
     with ThreadPoolExecutor(len(prompts)) as pool:
         together = list(pool.map(lambda prompt: api.complete(prompt, **fields), prompts))
     assert cluster.node("decode-0")["preemptions"] > 0
-    for prompt, answer in list(zip(prompts, together, strict=True))[:2]:
-        assert api.complete(prompt, **fields)["choices"][0]["token_ids"] == answer["choices"][0]["token_ids"]
-    assert len({tuple(answer["choices"][0]["token_ids"]) for answer in together}) == len(prompts)
+    token_ids = [answer["choices"][0]["token_ids"] for answer in together]
+    assert len({tuple(ids) for ids in token_ids}) == len(prompts)
+    # The last to come is the first to be preempted, and which that was is not known.
+    for prompt, ids in zip(prompts, token_ids, strict=True):
+        assert api.complete(prompt, **fields)["choices"][0]["token_ids"] == ids
 
 
 @pytest.mark.parametrize("way", ["handed over", "on one node"])
@@ -257,9 +266,7 @@ def test_forced_end_comes_right_after_min_tokens(
     assert cluster.node("decode-0")["transfers"]["committed"] - committed == (way == "handed over")
 
 
-def test_min_tokens_and_counts_through_the_hand_off(
-    api: Api, cluster: ClusterProcesses, tokenizer: Tokenizer
-) -> None:
+def test_min_tokens_and_counts_through_the_hand_off(api: Api, cluster: ClusterProcesses, tokenizer: Tokenizer) -> None:
     prompt = "My favourite river is the one that flows"
     cached = cluster.node("prefill-0")["prefill_tokens_cached"]
     committed = cluster.node("decode-0")["transfers"]["committed"]

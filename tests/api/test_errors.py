@@ -113,5 +113,9 @@ def test_error_shows_no_more_than_a_short_name(api: Api) -> None:
 
 
 def test_answers_and_errors_are_json(api: Api) -> None:
-    replies: list[httpx.Response] = [api.post(CHAT, {"messages": []}), api.post("/v1/nope", {}), api.http.get("/v1/models")]
+    replies: list[httpx.Response] = [
+        api.post(CHAT, {"messages": []}),
+        api.post("/v1/nope", {}),
+        api.http.get("/v1/models"),
+    ]
     assert {reply.headers["content-type"] for reply in replies} == {"application/json"}

@@ -183,3 +183,19 @@ def test_second_signal_kills_what_does_not_stop(start: Callable[..., StubCluster
     assert time.monotonic() - began < 4
     cluster.assert_nothing_left()
     assert not cluster.runtime.exists()
+
+
+def test_a_redis_that_cannot_be_used_ends_the_start_with_a_sentence_and_without_the_password(tmp_path: Path) -> None:
+    port = choose_free_ports(1)[0]
+    command = [sys.executable, "-m", "pdserve", "serve", str(tmp_path), "--port", "0", "--grpc-port", "off"]
+    ended = subprocess.run(
+        [*command, "--redis-url", f"redis://:canary@127.0.0.1:{port}/0", "--kv-memory", "1MiB"],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        cwd=ROOT,
+    )
+    assert ended.returncode == 2
+    assert "The Redis at" in ended.stderr
+    assert "canary" not in ended.stderr + ended.stdout
+    assert "Traceback" not in ended.stderr
