@@ -122,7 +122,8 @@ def _check_redis(url: str) -> None:
         with client:
             client.ping()
     except (redis.RedisError, OSError, ValueError) as error:
-        raise ConfigError(f"The Redis at {masked_url(url)} cannot be used: {str(error).rstrip(".")}.") from None
+        reason = str(error).rstrip(".")
+        raise ConfigError(f"The Redis at {masked_url(url)} cannot be used: {reason}.") from None
 
 
 def _check_memory(options: ServeOptions) -> None:
