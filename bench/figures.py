@@ -39,7 +39,6 @@ TOKEN_IDS = range(1000, 30000)
 REQUEST_TIMEOUT_S = 600.0
 IDLE_S = 3.0
 SINGLE_REQUESTS = 20
-MIB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)

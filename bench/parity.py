@@ -15,6 +15,7 @@ import json
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -127,6 +128,21 @@ def make_prompts(
 def _encode(tokenizer: Any, text: str) -> list[int]:
     ids: list[int] = tokenizer(text)["input_ids"]
     return ids
+
+
+def expected_of(arguments: argparse.Namespace, prompts: Sequence[Prompt]) -> list[Expected]:
+    """What transformers generates; read from the file of an earlier run where there is one."""
+    key = [arguments.new_tokens, *(prompt.token_ids for prompt in prompts)]
+    kept: Path | None = arguments.reference
+    if kept is not None and kept.exists():
+        content = json.loads(kept.read_text(encoding="utf-8"))
+        if content["key"] != key:
+            raise SystemExit(f"{kept} is of other prompts.")
+        return [Expected(**one) for one in content["expected"]]
+    expected = generate_all(arguments.model, prompts, arguments.new_tokens)
+    if kept is not None:
+        kept.write_text(json.dumps({"key": key, "expected": [asdict(one) for one in expected]}), encoding="utf-8")
+    return expected
 
 
 def generate_all(folder: Path, prompts: Sequence[Prompt], new_tokens: int) -> list[Expected]:
@@ -251,6 +267,7 @@ async def ask_cluster(
         name: sum(node["transfers"][name] for node in nodes if node["role"] == "decode")
         for name in ("started", "committed", "failed", "aborted")
     }
+    summary["failures"] = dict(sum((Counter(node["failures"]) for node in nodes), Counter()))
     summary["preemptions"] = sum(node["preemptions"] for node in nodes)
     return summary
 
@@ -276,6 +293,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sampled", type=int, default=12, help="prompts sampled alone and in the crowd (12)")
     parser.add_argument("--block-size", type=int, default=16, help="tokens of a KV block (16)")
     parser.add_argument("--nodes", type=int, default=2, help="nodes of each role (2)")
+    parser.add_argument("--reference", type=Path, help="file that keeps what transformers generated for the next run")
     parser.add_argument("serve_flags", nargs="*", help="more flags of `pdserve serve`, after --")
     return parser.parse_args()
 
@@ -293,7 +311,7 @@ def main() -> int:
         block=arguments.block_size,
     )
     started_s = time.monotonic()
-    expected = generate_all(arguments.model, prompts, arguments.new_tokens)
+    expected = expected_of(arguments, prompts)
     print(f"transformers: {len(prompts)} prompts in {time.monotonic() - started_s:.0f} s", file=sys.stderr, flush=True)
     flags = [f"--prefill-nodes={arguments.nodes}", f"--decode-nodes={arguments.nodes}"]
     flags += ["--dtype=float32", f"--block-size={arguments.block_size}", *arguments.serve_flags]

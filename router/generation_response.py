@@ -52,9 +52,17 @@ class GenerationResponse(Response):
                 abort()
                 await asyncio.sleep(0.01)  # Lets the server notice before it looks for a complete response.
 
+    async def _submit(self) -> RunningRequest:
+        try:
+            return await self._job.submit()
+        except asyncio.CancelledError:
+            # What never ran has no books whose closing would be logged.
+            logger.info("client_left request_id=%s response_id=%s", self._job.caller.request_id, self._job.response_id)
+            raise
+
     async def _answer(self, send: Send) -> None:
         job = self._job
-        running = await job.submit()
+        running = await self._submit()
         try:
             collected = [CollectedChoice() for _ in range(running.num_choices)]
             async for batch in running.batches():
@@ -70,7 +78,7 @@ class GenerationResponse(Response):
 
     async def _stream(self, send: Send) -> None:
         job = self._job
-        running = await job.submit()
+        running = await self._submit()
         has_begun = False
         try:
             opened: set[int] = set()

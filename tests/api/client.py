@@ -58,7 +58,7 @@ class Api:
     def __init__(self, url: str, key: str) -> None:
         self.url = url
         self.key = key
-        self.http = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=60.0)
+        self.http = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=60.0, verify=False)
 
     def close(self) -> None:
         self.http.close()

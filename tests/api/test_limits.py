@@ -68,7 +68,6 @@ def test_chunked_body_of_30_mb_is_413_as_soon_as_it_is_too_long(api: Api, cluste
     reply = api.http.post(CHAT, content=padded(30_000_000), headers={"Content-Type": "application/json"})
     assert "transfer-encoding" in reply.request.headers
     check_error(reply, 413)
-    print("RISE", memory.rise / MEBIBYTE)
     assert memory.rise < 2 * MAX_BODY_BYTES
 
 

@@ -28,12 +28,19 @@ def client(api: Api) -> Iterator[OpenAI]:
         yield made
 
 
-def test_stream_helper_assembles_the_whole_answer(client: OpenAI) -> None:
-    whole = client.chat.completions.create(model=MODEL_NAME, messages=HI, temperature=0, max_tokens=20)
-    with client.chat.completions.stream(model=MODEL_NAME, messages=HI, temperature=0, max_tokens=20) as stream:
+def test_stream_helper_assembles_the_whole_answer(client: OpenAI, end_ids: list[int]) -> None:
+    """The helper takes only an answer that came to its end."""
+    bias = {str(end_id): 100 for end_id in end_ids}
+    extra = {"min_tokens": 12}
+    whole = client.chat.completions.create(
+        model=MODEL_NAME, messages=HI, temperature=0, logit_bias=bias, extra_body=extra
+    )
+    with client.chat.completions.stream(
+        model=MODEL_NAME, messages=HI, temperature=0, logit_bias=bias, extra_body=extra
+    ) as stream:
         streamed = stream.get_final_completion()
     assert streamed.choices[0].message.content == whole.choices[0].message.content
-    assert streamed.choices[0].finish_reason == whole.choices[0].finish_reason
+    assert streamed.choices[0].finish_reason == whole.choices[0].finish_reason == "stop"
 
 
 def test_tools_raise_bad_request_in_the_stream_helper_too(client: OpenAI) -> None:

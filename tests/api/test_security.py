@@ -6,6 +6,7 @@ import http.client
 import socket
 from types import SimpleNamespace
 from typing import cast
+from uuid import uuid4
 
 import httpx
 import pytest
@@ -30,7 +31,7 @@ HI: Json = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "Hi"}]
     [
         {},
         {"Authorization": "Bearer wrong"},
-        {"Authorization": "Bearer "},
+        {"Authorization": "Bearer"},
         {"Authorization": ""},
         {"Authorization": f"bearer {KEY}"},
         {"Authorization": f"Basic {KEY}"},
@@ -43,9 +44,8 @@ HI: Json = {"model": MODEL_NAME, "messages": [{"role": "user", "content": "Hi"}]
     ids=str,
 )
 def test_anything_but_a_key_is_401(api: Api, headers: dict[str, str]) -> None:
-    reply = httpx.post(
-        f"{api.url}{CHAT}?api_key={KEY}&key={KEY}&Authorization=Bearer%20{KEY}", json=HI, headers=headers
-    )
+    query = f"api_key={KEY}&key={KEY}&Authorization=Bearer%20{KEY}"
+    reply = httpx.post(f"{api.url}{CHAT}?{query}", json=HI, headers=headers)
     check_error(reply, 401)
     assert reply.headers["www-authenticate"] == "Bearer"
     assert KEY not in reply.text
@@ -68,11 +68,38 @@ def test_no_route_but_the_open_ones_answers_without_a_key(api: Api) -> None:
     """Paths are sent as they are written here, which most clients would not do."""
     paths = served_paths()
     assert {CHAT, COMPLETIONS, "/metrics", "/debug/cluster", "/v1/models", *OPEN_PATHS} <= paths
-    odd = """//v1/chat/completions /v1//chat/completions /v1/../v1/completions /V1/completions /v1/completions/
-        /v1/completions? /v1/completions;x /v1/completions%2f /%76%31/completions /./v1/completions /docs /redoc
-        /openapi.json /admin /admin/x /admin/../v1/models /invocations /ping /generate /health/ /health/../v1/models
-        /health/..%2fv1/models //health /HEALTH /health%2f..%2fv1%2fmodels /ready/../metrics /health;/../v1/models
-        /metrics/ / *""".split()
+    odd = [
+        "//v1/chat/completions",
+        "/v1//chat/completions",
+        "/v1/../v1/completions",
+        "/V1/completions",
+        "/v1/completions/",
+        "/v1/completions?",
+        "/v1/completions;x",
+        "/v1/completions%2f",
+        "/%76%31/completions",
+        "/./v1/completions",
+        "/docs",
+        "/redoc",
+        "/openapi.json",
+        "/admin",
+        "/admin/x",
+        "/admin/../v1/models",
+        "/invocations",
+        "/ping",
+        "/generate",
+        "/health/",
+        "/health/../v1/models",
+        "/health/..%2fv1/models",
+        "//health",
+        "/HEALTH",
+        "/health%2f..%2fv1%2fmodels",
+        "/ready/../metrics",
+        "/health;/../v1/models",
+        "/metrics/",
+        "/",
+        "*",
+    ]
     url = httpx.URL(api.url)
     connection = http.client.HTTPConnection(url.host, url.port, timeout=10.0)
     for path in sorted(paths) + odd:
@@ -92,8 +119,10 @@ def test_no_route_but_the_open_ones_answers_without_a_key(api: Api) -> None:
 def test_tenants_never_share_a_cache(api: Api, other_tenant: Api) -> None:
     """Not even one that guesses the other's salt; the same tenant does find its own prompt."""
 
+    prompt = f"secret plan of {uuid4().hex}: " + "to go on " * 6
+
     def cached_tokens(caller: Api, **fields: str) -> int:
-        usage = caller.complete("secret plan " * 40, max_tokens=2, **fields)["usage"]
+        usage = caller.complete(prompt, max_tokens=2, **fields)["usage"]
         tokens: int = usage["prompt_tokens_details"]["cached_tokens"]
         return tokens
 

@@ -126,7 +126,10 @@ async def test_client_that_leaves_before_the_first_token_frees_everything(stream
         await soon(lambda: server.last.is_closed and server.api.num_running == 0)
 
 
-async def test_client_that_leaves_while_it_is_admitted_leaves_nothing() -> None:
+async def test_client_that_leaves_while_it_is_admitted_leaves_nothing_but_a_log_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
     cluster = FakeCluster(script=HANGING, model_limits=LIMITS, admit_delay_s=0.3)
     async with serving(cluster=cluster) as server:
         _, writer = await send_raw(server)
@@ -135,6 +138,8 @@ async def test_client_that_leaves_while_it_is_admitted_leaves_nothing() -> None:
         await soon(lambda: server.api.num_running == 0)
         await asyncio.sleep(0.35)
         assert cluster.open_generations == []
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("router")]
+    assert len(lines) == 1 and "client_left" in lines[0]
 
 
 async def test_client_that_leaves_a_list_of_prompts_frees_all_of_them() -> None:
