@@ -55,6 +55,7 @@ def find_server(url: str) -> RunningServer:
 @contextlib.contextmanager
 def started_server(command: str) -> Iterator[RunningServer]:
     """Run `command`, in which {port} becomes a free port, for as long as the context lasts."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the server ends then, too
     port = _free_port()
     url = f"http://127.0.0.1:{port}/v1"
     with tempfile.NamedTemporaryFile(prefix="bench-server-", suffix=".log") as log:
