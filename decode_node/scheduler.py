@@ -155,7 +155,6 @@ class DecodeScheduler:
         self._reserved: set[Reservation] = set()
         self._running: list[DecodeSequence] = []
         self.preemptions = 0
-        self.tokens_recomputed = 0
 
     # -- what the node asks ---------------------------------------------------------------------------------
 
@@ -383,7 +382,6 @@ class DecodeScheduler:
     def _preempt(self, sequence: DecodeSequence) -> None:
         self._running.remove(sequence)
         self._release(sequence)
-        self.tokens_recomputed += sequence.num_computed
         sequence.num_computed = 0
         sequence.num_preemptions += 1
         self.preemptions += 1

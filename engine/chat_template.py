@@ -38,7 +38,6 @@ class ChatTemplate:
     def __init__(self, templates: Mapping[str, str], special: Mapping[str, str]) -> None:
         """`templates` holds `default`, and may hold `tool_use`, taken when there are tools."""
         environment = _environment()
-        self._sources = dict(templates)
         self._compiled: dict[str, jinja2.Template] = {}
         for name, source in templates.items():
             try:

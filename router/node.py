@@ -97,7 +97,6 @@ class Node:
         self.epoch = epoch
         self.role = role
         self.address = address
-        self.first_seen = now
         self.in_directory_at = now
         self.heard_at = now
         self.description: pb.NodeDescription | None = None

@@ -108,10 +108,6 @@ class RunningRequest:
             cached_tokens=sum(facts.cached_tokens for facts in self._facts if facts is not None),
         )
 
-    def choice_tokens(self, index: int) -> int:
-        """Tokens of one choice so far."""
-        return self._choices[index].tokens
-
     def facts(self, prompt_index: int) -> GenerationFacts | None:
         """What is known about one prompt; None until it was admitted."""
         return self._facts[prompt_index]
