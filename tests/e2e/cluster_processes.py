@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,17 +16,11 @@ from typing import Any
 
 import httpx
 
+from pdserve.addresses import choose_free_ports
 from tests.redis_process import RedisProcess
 
 MODEL_NAME = "tiny"
 START_TIMEOUT_S = 60.0
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def footprint(pid: int) -> tuple[int, int]:
@@ -148,7 +141,7 @@ class ClusterProcesses:
             self._add(f"router-{number}", ["router", str(model), *flags], "")
 
     def _add(self, name: str, arguments: list[str], faults: str) -> None:
-        port = free_port()
+        [port] = choose_free_ports(1)
         environment = {**os.environ, "PDSERVE_FAULTS": faults, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         command = [sys.executable, "-m", "pdserve", *arguments, "--port", str(port)]
         self.members[name] = Member(name, command, environment, port)
@@ -175,7 +168,10 @@ class ClusterProcesses:
 
     def wait_for_nodes(self, count: int, router: int = 0, timeout_s: float = START_TIMEOUT_S) -> float:
         """Seconds until a router sees `count` nodes ready."""
-        return wait_until(lambda: len(self.ready_nodes(router)) >= count, timeout_s, f"{count} nodes are ready")
+        try:
+            return wait_until(lambda: len(self.ready_nodes(router)) >= count, timeout_s, f"{count} nodes are ready")
+        except AssertionError as error:
+            raise AssertionError(f"{error}; ready: {self.ready_nodes(router)}\n{self.dump_logs()}") from None
 
     def ready_nodes(self, router: int = 0) -> list[str]:
         """Names of the nodes in rotation."""

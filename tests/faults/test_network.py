@@ -147,13 +147,10 @@ def test_without_links_to_redis_requests_are_served(cluster: HostCluster, networ
 def test_a_slow_link_to_one_decode_node_does_not_delay_the_other(cluster: HostCluster, network: Network) -> None:
     network.throttle("decode-0", "400kbit")
     try:
-        started_s = time.monotonic()
         streams = [Stream(cluster, prompt_of(700, seed=200 + number), max_tokens=4) for number in range(6)]
-        wait_until(lambda: sum(stream.is_over for stream in streams) >= 3, 30.0, "half of the streams are over")
-        half_s = time.monotonic() - started_s
-        assert not all(stream.is_over for stream in streams), "the slow link slowed nothing"
-        assert half_s < 4.0
-        assert cluster.node("decode-1")["in_flight"] == 0
+        wait_until(lambda: any(stream.is_over for stream in streams), 10.0, "a stream is over")
+        wait_until(lambda: not cluster.node("decode-1")["in_flight"], 10.0, "those on the fast link are over")
+        assert cluster.node("decode-0")["in_flight"] > 0, "the slow link slowed nothing"
     finally:
         network.unthrottle("decode-0")
     assert all(len(stream.join()) == 4 for stream in streams)

@@ -36,7 +36,7 @@ def main(journal: str, port: str, *extra: str) -> int:
         api_key=None,
     )
     try:
-        return asyncio.run(Launcher(plan, 5.0, runtime.path).run())
+        return asyncio.run(Launcher(plan, 60.0, runtime.path).run())
     finally:
         runtime.close()
 

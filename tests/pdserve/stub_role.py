@@ -29,13 +29,16 @@ def main() -> int:
     parser.add_argument("--fail", type=int)
     parser.add_argument("--deaf", action="store_true")
     arguments = parser.parse_args()
-    stop = threading.Event()
+    # Waited for, not handled: two in a row would meet in the lock of an Event that a handler sets.
+    stop = signal.SIGUSR1 if arguments.deaf else signal.SIGTERM
+    signal.pthread_sigmask(signal.SIG_BLOCK, {stop})
 
     def note(event: str) -> None:
         with arguments.journal.open("a", encoding="utf-8") as journal:
             journal.write(f"{event} {arguments.name} {os.getpid()}\n")
 
-    signal.signal(signal.SIGTERM, signal.SIG_IGN if arguments.deaf else lambda *_: stop.set())
+    if arguments.deaf:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     note("start")
     if arguments.fail is not None:
         print(f"{arguments.name} cannot work.", file=sys.stderr)
@@ -43,7 +46,7 @@ def main() -> int:
     if arguments.port is not None:
         server = ThreadingHTTPServer(("127.0.0.1", arguments.port), make_handler(arguments.nodes.split(",")))
         threading.Thread(target=server.serve_forever, daemon=True).start()
-    stop.wait()
+    signal.sigwait({stop})
     time.sleep(0.1)
     note("stop")
     return 0

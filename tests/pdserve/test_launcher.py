@@ -177,10 +177,8 @@ def test_second_signal_kills_what_does_not_stop(start: Callable[..., StubCluster
     time.sleep(1.2)
     assert cluster.process.poll() is None
     assert cluster.events("stop") == []  # the others wait for the router
-    began = time.monotonic()
     cluster.process.send_signal(signal.SIGINT)
-    assert cluster.process.wait(10) == 0
-    assert time.monotonic() - began < 4
+    assert cluster.process.wait(20) == 0  # where the drain alone would take 60 s
     cluster.assert_nothing_left()
     assert not cluster.runtime.exists()
 
