@@ -156,7 +156,7 @@ def test_a_node_that_drains_finishes_what_it_has(cluster: ClusterProcesses) -> N
 def test_redis_away_under_load_fails_no_request(cluster: ClusterProcesses) -> None:
     cluster.redis.kill()
     try:
-        deadline_s = time.monotonic() + 8.0
+        deadline_s = time.monotonic() + 30.0
         served = 0
         while time.monotonic() < deadline_s:
             streams = [Stream(cluster, prompt_of(50, seed=100 + served + i), max_tokens=10) for i in range(4)]
