@@ -20,13 +20,15 @@ FROM base AS build
 ARG TORCH_VERSION=2.13.0
 ARG TORCH_PIP_ARGS=""
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
+# g++ compiles the CPU kernels; it stays in this stage.
+RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 RUN python -m venv /opt/pdserve
 RUN pip install ${TORCH_PIP_ARGS} torch==${TORCH_VERSION}
 WORKDIR /source
 COPY deploy/list_dependencies.py deploy/
 COPY pyproject.toml ./
 RUN python deploy/list_dependencies.py pyproject.toml > requirements.txt && pip install -r requirements.txt
-COPY README.md LICENSE ./
+COPY README.md LICENSE setup.py ./
 COPY proto proto
 COPY kernels kernels
 COPY engine engine
@@ -34,6 +36,7 @@ COPY kv_transfer kv_transfer
 COPY prefill_node prefill_node
 COPY decode_node decode_node
 COPY router router
+COPY bench bench
 COPY pdserve pdserve
 RUN pip install --no-deps . && python -m compileall -q /opt/pdserve/lib
 

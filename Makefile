@@ -55,7 +55,7 @@ install: $(VENV)/.installed
 install-test: $(VENV)/.installed-test
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist *.egg-info kernels/_cpu_*.so .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -64,13 +64,16 @@ $(VENV)/bin/python:
 		{ echo "$(PYTHON) cannot make virtual environments; install its venv package (python3-venv)." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# A stamp is newer than pyproject.toml when what that names is installed; pip runs only when it is not.
-$(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
+# A stamp is newer than what decides the installation when that is installed; pip runs only when it is not. The CPU
+# kernels are compiled by it, where a C++ compiler is.
+INSTALLED := pyproject.toml setup.py kernels/cpu_variants.py $(wildcard kernels/cpu/*)
+
+$(VENV)/.installed: $(INSTALLED) | $(VENV)/bin/python
 	@echo "Installing into $(VENV); this happens once and takes some minutes."
 	$(PIP) install $(TORCH_PIP_ARGS) torch==$(TORCH_VERSION)
 	$(PIP) install --editable .
 	@touch $@
 
-$(VENV)/.installed-test: pyproject.toml $(VENV)/.installed
+$(VENV)/.installed-test: $(VENV)/.installed
 	$(PIP) install --quiet --editable '.[test]'
 	@touch $@

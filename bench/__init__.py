@@ -1,1 +1,1 @@
-"""Measures a cluster from outside: that its tokens are right, and how fast it is. Imports nothing of pdserve."""
+"""Measures: load from outside, engines side by side, tokens against transformers, kernels and nodes alone."""

@@ -11,13 +11,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
-START_TIMEOUT_S = 600.0
+START_TIMEOUT_S = 1200.0
 STOP_TIMEOUT_S = 60.0
 SHOWN_LOG_BYTES = 4000
 
@@ -46,7 +46,7 @@ def pdserve_command(*flags: str) -> str:
 
 def find_server(url: str) -> RunningServer:
     """A server that runs already."""
-    model = _first_model(url)
+    model = first_model(url)
     if model is None:
         raise ConnectionError(f"Nothing answers at {url}/models.")
     return RunningServer(url, model)
@@ -84,19 +84,22 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _first_model(url: str) -> str | None:
+def first_model(url: str, headers: Mapping[str, str] | None = None) -> str | None:
+    """The first model that is served at a base URL with /v1; None while nothing there names one."""
     try:
-        reply = httpx.get(f"{url}/models", timeout=5.0, trust_env=False)
-    except httpx.TransportError:
+        # Certificates, which a plain URL does not need, would take longer to load than the answer.
+        is_secure = url.startswith("https:")
+        reply = httpx.get(f"{url}/models", headers=headers, timeout=5.0, trust_env=False, verify=is_secure)
+        return str(reply.json()["data"][0]["id"]) if reply.status_code == httpx.codes.OK else None
+    except (httpx.HTTPError, ValueError, LookupError, TypeError):
         return None
-    return str(reply.json()["data"][0]["id"]) if reply.status_code == httpx.codes.OK else None
 
 
 def _wait_for_model(process: subprocess.Popen[bytes], url: str, started_s: float) -> str:
     while time.monotonic() - started_s < START_TIMEOUT_S:
         if process.poll() is not None:
             raise ChildProcessError(f"The server ended with {process.returncode} before it answered.")
-        if (model := _first_model(url)) is not None:
+        if (model := first_model(url)) is not None:
             return model
         time.sleep(0.1)
     raise TimeoutError(f"The server did not answer within {START_TIMEOUT_S:.0f} s.")

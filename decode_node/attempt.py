@@ -6,7 +6,8 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from decode_node.scheduler import DecodeSequence
+from decode_node.beam_group import BeamGroup
+from decode_node.sequence import DecodeSequence
 from engine.errors import PdserveError
 from engine.ids import AttemptId
 from engine.sequence import finish_reason
@@ -27,22 +28,34 @@ class Attempt:
 
     Args:
         message: what the router asked for, already checked.
-        sequences: in the order of the message.
+        sequences: in the order of the message; of a beam search its beams, in any order.
         sink: the router's session.
+        beams: the search, if it is one.
     """
 
-    def __init__(self, message: pb.StartAttempt, sequences: Sequence[DecodeSequence], sink: UpdateSink) -> None:
+    def __init__(
+        self,
+        message: pb.StartAttempt,
+        sequences: Sequence[DecodeSequence],
+        sink: UpdateSink,
+        beams: BeamGroup | None = None,
+    ) -> None:
         self.attempt_id = AttemptId(message.attempt_id)
         self.request_id = message.request_id
         self.sequences = tuple(sequences)
+        self.beams = beams
+        self._wanted_ranks = {start.index for start in message.sequences}
         self.prefill_targets = list(message.prefill_nodes)
         self.tenant_salt = message.tenant_salt
+        self.local_prefill_threshold = message.local_prefill_threshold
+        self.priority = message.priority
         self.created_s = time.monotonic()
         self.deadline_s = self.created_s + message.deadline_ms / 1000
         self.sink = sink
         self._first_token_s: float | None = None
         self._committed_s: float | None = None
         self._has_decoded = False
+        self._has_prefill = False
         self._has_cached_tokens = False
         self._prefill_started_s: float | None = None
         self._prompt_positions_reported = 0
@@ -57,6 +70,13 @@ class Attempt:
     def is_over(self) -> bool:
         """Whether no sequence is wanted any more."""
         return all(sequence.is_ended for sequence in self.sequences)
+
+    @property
+    def unended(self) -> list[int]:
+        """Indices of the sequences, or ranks of the hypotheses, whose end is still to be told."""
+        if self.beams is not None:
+            return sorted(self._wanted_ranks)
+        return [sequence.index for sequence in self.sequences if not sequence.is_ended]
 
     @property
     def has_first_tokens(self) -> bool:
@@ -77,7 +97,10 @@ class Attempt:
             self._prefill_started_s = started_s
 
     def report_prefill(self, *, queue_s: float, prefill_s: float, node_id: str) -> None:
-        """Who computed the prompt, and how long that took."""
+        """Who computed the prompt, and how long that took; what computes it again is not told."""
+        if self._has_prefill:
+            return
+        self._has_prefill = True
         update = self.sink.attempt_update(self.attempt_id)
         update.prefill_node_id = node_id
         update.times.queue_s = queue_s
@@ -92,7 +115,9 @@ class Attempt:
             self._prompt_positions_reported += len(fresh)
 
     def report_committed(self) -> None:
-        """The hand-off is done; decoding begins."""
+        """The hand-off is done; decoding begins, or goes on after a preemption."""
+        if self._committed_s is not None:
+            return
         self._committed_s = time.monotonic()
         if self._first_token_s is not None:
             self.sink.attempt_update(self.attempt_id).times.transfer_s = self._committed_s - self._first_token_s
@@ -101,19 +126,7 @@ class Attempt:
         self, sequence: DecodeSequence, token: SampledToken, max_model_len: int
     ) -> tuple[FinishReason, int | None] | None:
         """A sequence has its next token. Returns why it ended, when it did; ending it is the caller's to do."""
-        now = time.monotonic()
-        if self._first_token_s is None:
-            self._first_token_s = now
-            if self._prefill_started_s is not None:
-                self.report_prefill(
-                    queue_s=self._prefill_started_s - self.created_s,
-                    prefill_s=now - self._prefill_started_s,
-                    node_id="",
-                )
-                self._committed_s = now
-        elif self._committed_s is not None and not self._has_decoded:
-            self._has_decoded = True
-            self.sink.attempt_update(self.attempt_id).times.first_decode_s = now - self._committed_s
+        self.note_token()
         sequence.output_token_ids.append(token.token_id)
         update = self.sink.sequence_update(self.attempt_id, sequence.index)
         update.token_ids.append(token.token_id)
@@ -129,15 +142,47 @@ class Attempt:
                 update.stop_token_id = stop_token_id
         return ended
 
-    def report_error(self, sequence: DecodeSequence, error: BaseException) -> None:
+    def note_token(self) -> None:
+        """A token was made: phases end with the first one, and with the first that this node decodes."""
+        now = time.monotonic()
+        if self._first_token_s is None:
+            self._first_token_s = now
+            if self._prefill_started_s is not None:
+                self.report_prefill(
+                    queue_s=self._prefill_started_s - self.created_s,
+                    prefill_s=now - self._prefill_started_s,
+                    node_id="",
+                )
+                self._committed_s = now
+        elif self._committed_s is not None and not self._has_decoded:
+            self._has_decoded = True
+            self.sink.attempt_update(self.attempt_id).times.first_decode_s = now - self._committed_s
+
+    def report_hypotheses(self) -> int:
+        """The search is over: every rank that is wanted gets all of its tokens. Returns how many tokens those are."""
+        assert self.beams is not None and self.beams.hypotheses is not None
+        count = 0
+        for rank in sorted(self._wanted_ranks):
+            hypothesis = self.beams.hypotheses[rank]
+            count += len(hypothesis.token_ids)
+            update = self.sink.sequence_update(self.attempt_id, rank)
+            update.token_ids.extend(hypothesis.token_ids)
+            update.logprobs.extend(logprobs_to_wire(position) for position in hypothesis.logprobs)
+            update.finish_reason = finish_reason_to_wire(hypothesis.finish_reason)
+            if hypothesis.stop_token_id is not None:
+                update.stop_token_id = hypothesis.stop_token_id
+        return count
+
+    def report_error(self, index: int, error: BaseException) -> None:
         """A sequence cannot go on here."""
-        update = self.sink.sequence_update(self.attempt_id, sequence.index)
+        update = self.sink.sequence_update(self.attempt_id, index)
         update.finish_reason = pb.FINISH_REASON_ERROR
         update.error.CopyFrom(error_to_wire(error))
 
-    def report_cancelled(self, sequence: DecodeSequence) -> None:
+    def report_cancelled(self, index: int) -> None:
         """A sequence was ended by its router."""
-        self.sink.sequence_update(self.attempt_id, sequence.index).finish_reason = pb.FINISH_REASON_CANCELLED
+        self._wanted_ranks.discard(index)
+        self.sink.sequence_update(self.attempt_id, index).finish_reason = pb.FINISH_REASON_CANCELLED
 
 
 def refuse(sink: UpdateSink, message: pb.StartAttempt, error: PdserveError) -> None:

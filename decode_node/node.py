@@ -17,15 +17,18 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-
-import torch
+from dataclasses import replace
 
 from decode_node.attempt import Attempt, UpdateSink, refuse
+from decode_node.beam_group import BeamGroup, Continuation
+from decode_node.block_moves import make_moves
 from decode_node.config import DecodeConfig
+from decode_node.door import Door
 from decode_node.receiver import HandoffReceiver
-from decode_node.scheduler import DecodeDecision, DecodeScheduler, DecodeSequence, Slice
+from decode_node.scheduler import DecodeDecision, DecodeScheduler, Slice
+from decode_node.sequence import DecodeSequence, next_place
 from decode_node.session import Session
+from decode_node.step import SliceResult, run_step
 from engine.block_hash import root_hash
 from engine.block_pool import BlockPool
 from engine.errors import (
@@ -37,29 +40,17 @@ from engine.errors import (
     Unavailable,
 )
 from engine.faults import Faults
-from engine.forward_batch import SequenceSlice, WantedLogits, build_batch
 from engine.ids import AttemptId, BlockId
 from engine.model_runner import Runner
 from engine.node_status import NodeCounters, status_message
-from engine.sampling import SampleRow, prompt_logprobs, sample
 from engine.step_loop import StepLoop
-from engine.tokens import PositionLogprobs, SampledToken
+from engine.tokens import SampledToken
 from kv_transfer.channels import Channel, Channels
-from kv_transfer.wire import sampling_from_wire
 from proto import worker_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
 _REAP_INTERVAL_S = 0.25
-
-
-@dataclass(frozen=True, slots=True)
-class SliceResult:
-    """What a step computed for one slice; tokens only for a sequence's last slice, one for it and each sibling."""
-
-    tokens: tuple[SampledToken | AttemptFailed, ...]
-    prompt_logprobs: tuple[PositionLogprobs, ...]
-    error: AttemptFailed | None = None
 
 
 class DecodeNode:
@@ -88,18 +79,28 @@ class DecodeNode:
             runner.layout,
             max_num_batched_tokens=max(engine.max_num_batched_tokens, engine.max_num_seqs),
             max_num_seqs=engine.max_num_seqs,
+            itl_bound_s=config.itl_bound_s,
+            swap_bytes=config.swap_bytes,
         )
         self.step_loop: StepLoop[DecodeDecision, list[SliceResult]] = StepLoop(
             decide=self._decide, run=self._run, commit=self._commit, fail=self._fail
         )
         self._config = config
         self._runner = runner
+        self._door = Door(
+            identity=description.identity,
+            layout=runner.layout,
+            num_blocks=runner.num_blocks,
+            vocab_size=runner.vocab_size,
+            max_model_len=runner.max_model_len,
+            max_num_seqs=engine.max_num_seqs,
+            by_priority=config.scheduling_policy == "priority",
+        )
         self._offer = offer
-        self._device = torch.device(engine.device)
         self._attempts: dict[AttemptId, Attempt] = {}
         self._by_sequence: dict[DecodeSequence, Attempt] = {}
         self._by_reservation: dict[object, HandoffReceiver] = {}
-        self._receivers: dict[Attempt, HandoffReceiver] = {}
+        self._receivers: dict[DecodeSequence, HandoffReceiver] = {}  # by leader
         self._receiver_tasks: dict[asyncio.Task[None], HandoffReceiver] = {}
         self._sessions: set[Session] = set()
         self._channels = Channels(config.node.cluster_token)
@@ -142,7 +143,7 @@ class DecodeNode:
         for sequence in attempt.sequences:
             self._by_sequence[sequence] = attempt
         try:
-            self._begin_prefill(attempt, message.local_prefill_threshold)
+            self._compute(attempt, attempt.sequences)
         except Exception as error:  # One request's trouble must not break its router's session.
             logger.exception("attempt_crashed attempt_id=%s", attempt.attempt_id)
             self._fail_attempt(attempt, AttemptFailed(f"it failed to start: {type(error).__name__}", reason="internal"))
@@ -174,6 +175,11 @@ class DecodeNode:
         status.waiting_sequences = self.scheduler.num_waiting
         status.waiting_tokens = self.scheduler.waiting_tokens
         status.preemptions = self.scheduler.preemptions
+        status.unused_slots = self.scheduler.unused_slots
+        status.reserved_blocks = self.scheduler.num_reserved_blocks
+        status.swaps = self.scheduler.swaps
+        status.swap_bytes = self.scheduler.swap_bytes
+        status.expected_output_tokens = self.scheduler.lengths.mean
         return status
 
     async def drain(self, timeout_s: float) -> tuple[int, int]:
@@ -229,6 +235,10 @@ class DecodeNode:
     def on_first_tokens(self, receiver: HandoffReceiver, tokens: dict[int, SampledToken]) -> None:
         """The prompt's next tokens: the client may have them before the last block has arrived."""
         attempt = receiver.attempt
+        if attempt.beams is not None:
+            # A search chooses among many, and has the last prompt token computed here again for their probabilities.
+            attempt.note_token()
+            return
         for sequence in attempt.sequences:
             token = tokens.get(sequence.index)
             if token is not None and not sequence.is_ended:
@@ -242,10 +252,16 @@ class DecodeNode:
         attempt = receiver.attempt
         self.counters.transfers_committed += 1
         self.counters.kv_bytes += receiver.bytes_received
+        self.scheduler.costs.handed_off.record(
+            receiver.num_tokens - receiver.reservation.blocks_held * self.layout.block_size,
+            time.monotonic() - receiver.opened_s,
+        )
         self._by_reservation.pop(receiver.reservation, None)
-        self._receivers.pop(attempt, None)
+        self._receivers.pop(receiver.leader, None)
+        # Should it be preempted, that node is the likeliest to know its prompt.
+        attempt.prefill_targets.insert(0, receiver.target)
         attempt.report_committed()
-        self._copy_blocks(self.scheduler.join(receiver.reservation))
+        self.scheduler.join(receiver.reservation)
         self._admit()
         self._flush()
 
@@ -253,7 +269,7 @@ class DecodeNode:
         """The hand-off ended without commit: try the next prefill node, or compute the prompt here."""
         attempt = receiver.attempt
         self._by_reservation.pop(receiver.reservation, None)
-        self._receivers.pop(attempt, None)
+        self._receivers.pop(receiver.leader, None)
         self.scheduler.give_up(receiver.reservation)
         if cancelled:
             self.counters.transfers_aborted += 1
@@ -274,9 +290,10 @@ class DecodeNode:
             self._fail_attempt(attempt, error)
         elif receiver.reservation.lost_prefix:
             # Nothing is wrong with that node; only our own cache changed, and must not be counted on again.
-            self._hand_off(attempt, receiver.target, use_cache=False)
+            attempt.prefill_targets.insert(0, receiver.target)
+            self._compute(attempt, receiver.family, use_cache=False)
         else:
-            self._try_next(attempt)
+            self._compute(attempt, receiver.family)
         self._flush()
 
     def count_ignored(self, count: int) -> None:
@@ -285,54 +302,50 @@ class DecodeNode:
 
     # -- prefill: elsewhere or here -------------------------------------------------------------------------
 
-    def _begin_prefill(self, attempt: Attempt, local_prefill_threshold: int) -> None:
-        cached_blocks = self.scheduler.reusable_blocks(attempt.leader)
-        uncached = attempt.leader.num_tokens - cached_blocks * self.layout.block_size
-        if attempt.prefill_targets and uncached > local_prefill_threshold:
-            self._hand_off(attempt)
+    def _compute(self, attempt: Attempt, family: Sequence[DecodeSequence], *, use_cache: bool = True) -> None:
+        """Have the tokens of a family computed: by the next prefill node, or here."""
+        alive = [sequence for sequence in family if not sequence.is_ended]
+        if not alive:
+            return
+        for sequence in family:
+            sequence.siblings = []
+        if len(alive) > 1 and any(sequence.output_token_ids for sequence in alive):
+            # With different first tokens there is no common prompt left to hand off.
+            self._compute_here(alive)
+            return
+        leader, *leader.siblings = alive
+        cached_blocks = self.scheduler.reusable_blocks(leader) if use_cache else 0
+        uncached = leader.num_tokens - cached_blocks * self.layout.block_size
+        if attempt.prefill_targets and (uncached > attempt.local_prefill_threshold or attempt.has_first_tokens):
+            self._hand_off(attempt, leader, cached_blocks)
         else:
-            self._prefill_here(attempt)
+            self._compute_here([leader])
 
-    def _try_next(self, attempt: Attempt) -> None:
-        # With several sequences that already have different first tokens there is no common prompt left to hand off.
-        alone = len([sequence for sequence in attempt.sequences if not sequence.is_ended]) == 1
-        if attempt.prefill_targets and (alone or not attempt.has_first_tokens):
-            self._hand_off(attempt)
-        else:
-            self._prefill_here(attempt)
-
-    def _hand_off(self, attempt: Attempt, target: pb.PrefillTarget | None = None, *, use_cache: bool = True) -> None:
-        leader = self._lead(attempt)
-        target = target or attempt.prefill_targets.pop(0)
-        blocks_held = self.scheduler.reusable_blocks(leader) if use_cache else 0
-        receiver = HandoffReceiver(self, attempt, target, blocks_held)
+    def _hand_off(self, attempt: Attempt, leader: DecodeSequence, blocks_held: int) -> None:
+        receiver = HandoffReceiver(self, attempt, leader, attempt.prefill_targets.pop(0), blocks_held)
         self.counters.transfers_started += 1
-        self._receivers[attempt] = receiver
+        self._receivers[leader] = receiver
         task = asyncio.create_task(receiver.run(), name=f"handoff-{receiver.handoff_id}")
         self._receiver_tasks[task] = receiver
         task.add_done_callback(self._on_receiver_done)
 
-    def _prefill_here(self, attempt: Attempt) -> None:
+    def _compute_here(self, leaders: Sequence[DecodeSequence]) -> None:
         self.counters.local_prefills += 1
-        if attempt.has_first_tokens:
-            for sequence in attempt.sequences:
-                sequence.siblings = []
-                if not sequence.is_ended:
-                    self.scheduler.add(sequence)
-        else:
-            self.scheduler.add(self._lead(attempt))
+        for leader in leaders:
+            self.scheduler.add(leader)
         self._admit()
-        self.step_loop.wake()
 
-    def _lead(self, attempt: Attempt) -> DecodeSequence:
-        """Make the first wanted sequence the one whose prompt is computed for all."""
-        leader = attempt.leader
-        for sequence in attempt.sequences:
-            sequence.siblings = []
-        leader.siblings = [
-            sequence for sequence in attempt.sequences if sequence is not leader and not sequence.is_ended
-        ]
-        return leader
+    def _move_preempted(self) -> None:
+        """What lost its K/V goes to a prefill node where that is quicker, and waits for its turn here where not."""
+        for sequence in self.scheduler.take_preempted():
+            attempt = self._by_sequence.get(sequence)
+            # One that has no tokens yet was computed here by choice.
+            if attempt is None or not attempt.prefill_targets or not sequence.output_token_ids:
+                continue
+            if self.scheduler.costs.hand_off_is_quicker(sequence.num_tokens):
+                self.scheduler.withdraw(sequence)
+                # Its blocks are the next to be evicted, so it does not count on them.
+                self._hand_off(attempt, sequence, 0)
 
     def _on_receiver_done(self, task: asyncio.Task[None]) -> None:
         receiver = self._receiver_tasks.pop(task)
@@ -348,52 +361,35 @@ class DecodeNode:
         self.step_loop.wake()
 
     def _grant(self) -> None:
-        for reservation in self.scheduler.admit():
+        granted = self.scheduler.admit()
+        self._make_moves()
+        for reservation in granted:
             self._by_reservation[reservation].grant()
+
+    def _make_moves(self) -> None:
+        make_moves(self.scheduler.take_moves(), self._runner, self.scheduler.costs)
 
     def _decide(self) -> DecodeDecision | None:
         self._grant()
         self._step_started_s = time.monotonic()
-        return self.scheduler.decide()
+        decision = self.scheduler.decide()
+        # At once: what was taken from preempted sequences may be granted to a prefill node while the step runs.
+        self._make_moves()
+        self._move_preempted()
+        return decision
 
     def _run(self, decision: DecodeDecision) -> list[SliceResult]:
-        slices = [
-            SequenceSlice(
-                token_ids=piece.sequence.tokens(piece.start, piece.start + piece.length),
-                start=piece.start,
-                block_ids=piece.sequence.block_ids,
-                logits=_wanted_logits(piece),
-            )
-            for piece in decision.slices
-        ]
-        batch = build_batch(slices, block_size=self.layout.block_size, device=self._device)
-        logits = self._runner.run(batch, on_layer=lambda layer: self.step_loop.record_progress())
-        sample_rows: list[SampleRow] = []
-        logits_rows: list[int] = []
-        row = 0
-        prompt_rows: list[tuple[PositionLogprobs, ...] | AttemptFailed] = []
-        for piece, slice_ in zip(decision.slices, slices, strict=True):
-            num_rows = {"none": 0, "last": 1, "all": piece.length}[slice_.logits]
-            try:
-                prompt_rows.append(_prompt_logprobs(piece, logits[row : row + num_rows]))
-            except AttemptFailed as error:
-                prompt_rows.append(error)
-            row += num_rows
-            if piece.is_last:
-                for sequence in _sampled(piece):
-                    sample_rows.append(_sample_row(sequence))
-                    logits_rows.append(row - 1)
-        sampled = iter(sample(logits[logits_rows], sample_rows) if sample_rows else [])
-        return [
-            _slice_result(tuple(next(sampled) for _ in _sampled(piece)) if piece.is_last else (), positions)
-            for piece, positions in zip(decision.slices, prompt_rows, strict=True)
-        ]
+        return run_step(decision, self._runner, lambda layer: self.step_loop.record_progress())
 
     def _commit(self, decision: DecodeDecision, results: list[SliceResult]) -> None:
         self.scheduler.commit(decision)
-        prompt_tokens = sum(piece.length for piece in decision.slices if piece.length > 1)
-        if prompt_tokens:
-            self.counters.record_prefill_rate(prompt_tokens, time.monotonic() - self._step_started_s)
+        seconds = time.monotonic() - self._step_started_s
+        prompts = [piece.length for piece in decision.slices if piece.length > 1]
+        self.scheduler.costs.record_step(
+            seconds=seconds, decode_tokens=len(decision.slices) - len(prompts), prompt_tokens=sum(prompts)
+        )
+        if prompts:
+            self.counters.record_prefill_rate(sum(prompts), seconds)
         for piece, result in zip(decision.slices, results, strict=True):
             attempt = self._by_sequence.get(piece.sequence)
             if attempt is None:
@@ -418,18 +414,85 @@ class DecodeNode:
             attempt.report_prompt_logprobs(first, result.prompt_logprobs)
         if not piece.is_last:
             return
+        if attempt.beams is not None:
+            self._commit_beam(attempt, attempt.beams, sequence, result.tokens[0])
+            return
         sampled = [sequence, *sequence.siblings]
         if sequence.siblings:
-            self._copy_blocks(self.scheduler.fork(sequence))
+            self.scheduler.fork(sequence)
         for receiver_of_token, token in zip(sampled, result.tokens, strict=True):
             if receiver_of_token.is_ended:
                 continue
             if isinstance(token, AttemptFailed):
-                attempt.report_error(receiver_of_token, token)
+                attempt.report_error(receiver_of_token.index, token)
                 self.scheduler.end(receiver_of_token)
             else:
                 self._add_token(attempt, receiver_of_token, token)
         self._finish_if_over(attempt)
+
+    def _commit_beam(
+        self, attempt: Attempt, beams: BeamGroup, sequence: DecodeSequence, token: SampledToken | AttemptFailed
+    ) -> None:
+        try:
+            if isinstance(token, AttemptFailed):
+                raise token
+            beams.report(sequence.index, token.logprobs)
+            if not beams.is_ready:
+                return
+            attempt.note_token()
+            continuations = beams.advance()
+        except AttemptFailed as error:
+            self._fail_attempt(attempt, error)
+            return
+        if beams.hypotheses is None:
+            self._branch_beams(attempt, continuations)
+            return
+        self.counters.tokens_generated += attempt.report_hypotheses()
+        for beam in attempt.sequences:
+            self.scheduler.end(beam)
+        self._finish_if_over(attempt)
+
+    def _branch_beams(self, attempt: Attempt, continuations: Sequence[Continuation]) -> None:
+        """Sequences go on as their own child; a further child takes the place of one without any."""
+        beams = {sequence.index: sequence for sequence in attempt.sequences}
+        old = dict(beams)
+        for sequence in attempt.sequences:
+            sequence.siblings = []
+        for child in continuations:
+            if child.slot == child.parent:
+                continue
+            parent = old[child.parent]
+            beams[child.slot] = replace(
+                parent,
+                index=child.slot,
+                output_token_ids=[*parent.output_token_ids, child.token_id],
+                arrival=old[child.slot].arrival,
+                num_computed=0,
+                block_ids=[],
+                block_hashes=list(parent.block_hashes),
+                siblings=[],
+                host_copy=None,
+                is_running=False,
+                num_preemptions=0,
+            )
+            self._by_sequence[beams[child.slot]] = attempt
+            self.scheduler.branch(parent, beams[child.slot])
+        kept = {child.slot for child in continuations}
+        attempt.sequences = tuple(beam for slot, beam in beams.items() if slot in kept)
+        for child in continuations:
+            if child.slot == child.parent:
+                beams[child.slot].output_token_ids.append(child.token_id)
+        for slot, sequence in old.items():
+            if slot not in kept or beams[slot] is not sequence:
+                self._drop_sequence(sequence, "beam_overtaken")
+
+    def _drop_sequence(self, sequence: DecodeSequence, reason: str) -> None:
+        """One that no attempt has any more."""
+        del self._by_sequence[sequence]
+        self.scheduler.end(sequence, is_whole=False)
+        receiver = self._receivers.get(sequence)
+        if receiver is not None:
+            receiver.cancel(reason)
 
     def _fail(self, decision: DecodeDecision, error: Exception) -> None:
         self.scheduler.abandon(decision)
@@ -450,35 +513,32 @@ class DecodeNode:
             raise Overloaded("the decode node's queue is full", reason="decode_queue_full")
         if not message.attempt_id or message.attempt_id in self._attempts:
             raise AttemptFailed("the attempt id is missing or in use", reason="attempt_id_reused")
-        if message.decode_node != self.description.identity:
-            raise AttemptFailed("the attempt is for another incarnation of this node", reason="epoch_mismatch")
-        sampling = sampling_from_wire(message.sampling)
-        sampling.check_token_ids(self._runner.vocab_size)
-        prompt = list(message.prompt_token_ids)
-        outputs = [list(start.output_token_ids) for start in message.sequences]
-        if not prompt or max((*prompt, *(token for output in outputs for token in output))) >= self._runner.vocab_size:
-            raise InvalidRequest("the prompt is empty or has a token id outside the vocabulary", param="prompt")
-        indices = [start.index for start in message.sequences]
-        if not indices or len(set(indices)) < len(indices) or (len(indices) > 1 and any(outputs)):
-            raise InvalidRequest("sequences must be distinct, and a moved one must come alone", param="sequences")
-        places = self._config.node.engine.max_num_seqs
-        if len(indices) > places:
-            raise InvalidRequest(f"n is {len(indices)}, and a decode node runs {places} sequences at once", param="n")
-        if any(len(output) >= sampling.max_tokens for output in outputs):
-            raise InvalidRequest("a sequence has all of its tokens already", param="sequences")
-        longest = min(len(prompt) + sampling.max_tokens, self._runner.max_model_len)
-        if len(prompt) >= self._runner.max_model_len:
-            raise InvalidRequest("the prompt is longer than the context", param="prompt")
-        if any(len(prompt) + len(output) >= self._runner.max_model_len for output in outputs):
-            raise AttemptFailed("the moved sequence is longer than this node's context", reason="context_too_short")
-        if self.layout.blocks_for(longest) > self.pool.counts.total:
-            raise InvalidRequest("prompt and max_tokens need more KV blocks than a decode node has", param="max_tokens")
+        sampling = self._door.check(message)
         root = root_hash(self._runner.fingerprint, tenant_salt=message.tenant_salt)
+        prompt = list(message.prompt_token_ids)
+        place_s = 0.0
+        if self._door.by_priority:
+            place_s = time.monotonic() + message.priority * self._config.priority_ageing_s
         sequences = [
-            DecodeSequence(start.index, prompt, sampling, root, output)
-            for start, output in zip(message.sequences, outputs, strict=True)
+            DecodeSequence(start.index, prompt, sampling, root, list(start.output_token_ids), next_place(place_s))
+            for start in message.sequences
         ]
-        return Attempt(message, sequences, session)
+        if not message.HasField("beam_search"):
+            return Attempt(message, sequences, session)
+        beams = BeamGroup(
+            sampling,
+            width=message.beam_search.width,
+            length_penalty=message.beam_search.length_penalty,
+            prompt_length=len(prompt),
+            max_model_len=self._runner.max_model_len,
+        )
+        sequences = [
+            DecodeSequence(
+                slot, prompt, sampling, root, arrival=next_place(place_s), num_candidates=beams.num_candidates
+            )
+            for slot in range(message.beam_search.width)
+        ]
+        return Attempt(message, sequences, session, beams)
 
     def _add_token(self, attempt: Attempt, sequence: DecodeSequence, token: SampledToken) -> None:
         self.counters.tokens_generated += 1
@@ -486,18 +546,21 @@ class DecodeNode:
             self.scheduler.end(sequence)
 
     def _cancel(self, attempt: Attempt, sequence_index: int | None, reason: str) -> None:
+        for index in attempt.unended:
+            if sequence_index in (None, index):
+                attempt.report_cancelled(index)
         for sequence in attempt.sequences:
-            if sequence_index in (None, sequence.index) and not sequence.is_ended:
-                attempt.report_cancelled(sequence)
+            # A search goes on while any of its results is wanted.
+            if not attempt.unended if attempt.beams is not None else sequence_index in (None, sequence.index):
                 self.scheduler.end(sequence)
         self._finish_if_over(attempt, reason)
         self._flush()
 
     def _fail_attempt(self, attempt: Attempt, error: PdserveError) -> None:
+        for index in attempt.unended:
+            attempt.report_error(index, error)
         for sequence in attempt.sequences:
-            if not sequence.is_ended:
-                attempt.report_error(sequence, error)
-                self.scheduler.end(sequence)
+            self.scheduler.end(sequence)
         self._finish_if_over(attempt, error.reason)
 
     def _finish_if_over(self, attempt: Attempt, reason: str = "finished") -> None:
@@ -505,16 +568,12 @@ class DecodeNode:
             return
         for sequence in attempt.sequences:
             del self._by_sequence[sequence]
-        receiver = self._receivers.get(attempt)
-        if receiver is not None:
-            receiver.cancel(reason)
+            receiver = self._receivers.get(sequence)
+            if receiver is not None:
+                receiver.cancel(reason)
         if not self._attempts:
             self._is_idle.set()
         self._admit()
-
-    def _copy_blocks(self, copies: Sequence[tuple[BlockId, BlockId]]) -> None:
-        for source, destination in copies:
-            self._runner.copy_block(source, destination)
 
     def _flush(self) -> None:
         for session in self._sessions:
@@ -537,47 +596,3 @@ class DecodeNode:
                     logger.exception("reap_failed handoff_id=%s", receiver.handoff_id)
             await self._channels.close_unused({receiver.target.address for receiver in self._receiver_tasks.values()})
             self._flush()
-
-
-def _slice_result(
-    tokens: tuple[SampledToken | AttemptFailed, ...], positions: tuple[PositionLogprobs, ...] | AttemptFailed
-) -> SliceResult:
-    if isinstance(positions, AttemptFailed):
-        return SliceResult(tuple(positions for _ in tokens), (), positions)
-    return SliceResult(tokens, positions)
-
-
-def _sampled(piece: Slice) -> tuple[DecodeSequence, ...]:
-    return (piece.sequence, *piece.sequence.siblings)
-
-
-def _sample_row(sequence: DecodeSequence) -> SampleRow:
-    return SampleRow(
-        params=sequence.sampling,
-        sequence_index=sequence.index,
-        prompt_token_ids=sequence.prompt_token_ids,
-        output_token_ids=sequence.output_token_ids,
-    )
-
-
-def _wants_prompt_logprobs(piece: Slice) -> bool:
-    sequence = piece.sequence
-    return sequence.sampling.prompt_logprobs is not None and not sequence.output_token_ids
-
-
-def _wanted_logits(piece: Slice) -> WantedLogits:
-    if _wants_prompt_logprobs(piece):
-        return "all"
-    return "last" if piece.is_last else "none"
-
-
-def _prompt_logprobs(piece: Slice, logits: torch.Tensor) -> tuple[PositionLogprobs, ...]:
-    """Args: logits: [rows, vocab], the rows that `_wanted_logits` asked for."""
-    sequence = piece.sequence
-    top = sequence.sampling.prompt_logprobs
-    if top is None or not _wants_prompt_logprobs(piece):
-        return ()
-    positions: list[PositionLogprobs] = [()] if piece.start == 0 else []
-    end = min(piece.start + piece.length + 1, len(sequence.prompt_token_ids))
-    following = sequence.prompt_token_ids[piece.start + 1 : end]
-    return (*positions, *prompt_logprobs(logits[: len(following)], following, top))

@@ -7,12 +7,13 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import grpc
 
 from decode_node.attempt import Attempt
-from decode_node.scheduler import DecodeSequence, Reservation
+from decode_node.sequence import DecodeSequence, Reservation
 from engine.errors import AttemptFailed, PdserveError
 from engine.faults import Faults
 from engine.ids import AttemptId, BlockId
@@ -58,15 +59,23 @@ class HandoffReceiver:
     Args:
         host: the node.
         attempt: whose prompt it is.
+        leader: the sequence, with its siblings, for which it is computed.
         target: the prefill node.
         blocks_held: leading blocks that this node has already.
     """
 
-    def __init__(self, host: ReceiverHost, attempt: Attempt, target: pb.PrefillTarget, blocks_held: int) -> None:
+    def __init__(
+        self,
+        host: ReceiverHost,
+        attempt: Attempt,
+        leader: DecodeSequence,
+        target: pb.PrefillTarget,
+        blocks_held: int,
+    ) -> None:
         self.attempt = attempt
         self.target = target
-        leader = attempt.leader
-        self.leader: DecodeSequence = leader
+        self.leader = leader
+        self.family = (leader, *leader.siblings)
         self.num_tokens = leader.num_tokens
         num_blocks = host.layout.blocks_for(self.num_tokens)
         self.reservation = Reservation(leader, blocks_held, num_blocks - blocks_held)
@@ -155,6 +164,10 @@ class HandoffReceiver:
 
     def _open_message(self) -> pb.OpenHandoff:
         leader = self.leader
+        sampling = leader.sampling
+        if leader.output_token_ids:
+            # The prompt's were told before its first token.
+            sampling = replace(sampling, prompt_logprobs=None)
         offer = self._host.shared_memory_offer()
         message = pb.OpenHandoff(
             attempt_id=self.handoff_id,
@@ -165,10 +178,11 @@ class HandoffReceiver:
             fingerprint=self._host.description.fingerprint,
             token_ids=leader.tokens(0, self.num_tokens),
             prompt_length=len(leader.prompt_token_ids),
-            sampling=sampling_to_wire(leader.sampling),
-            sequence_indices=[sequence.index for sequence in (leader, *leader.siblings)],
+            sampling=sampling_to_wire(sampling),
+            sequence_indices=[sequence.index for sequence in self.family],
             tenant_salt=self.attempt.tenant_salt,
             blocks_held=self.reservation.blocks_held,
+            priority=self.attempt.priority,
             transports=[pb.TRANSPORT_KIND_GRPC],
         )
         if offer is not None:
@@ -266,7 +280,7 @@ class HandoffReceiver:
             token.sequence_index: SampledToken(token.token_id, logprobs_from_wire(token.logprobs))
             for token in message.tokens
         }
-        expected = {sequence.index for sequence in (self.leader, *self.leader.siblings)}
+        expected = {sequence.index for sequence in self.family}
         if set(tokens) != expected:
             raise AttemptFailed("first tokens came for the wrong sequences", reason="first_tokens_mismatch")
         if any(token.token_id >= self._host.description.vocab_size for token in tokens.values()):

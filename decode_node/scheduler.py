@@ -1,120 +1,38 @@
 """Decides which tokens a decode step computes, and who gets blocks. Knows no tensors, no network and no clock.
 
-Queues, in order of arrival, and what moves an entry on:
+Queues, in order of place in line, and what moves an entry on:
 
     waiting    sequences to compute here (preempted, or prefilled locally) and hand-offs that ask for blocks; the head
-               moves when its blocks are free and a place is left. Nothing overtakes it, and nothing in it holds a
-               block, so that two entries can never wait for each other
+               moves when a place is left and what it will need fits beside what the running ones will need (growth.py).
+               Nothing overtakes it, and nothing in it holds a block, so that two entries can never wait for each other
     reserved   hand-offs whose blocks are promised to a prefill node; `join` or `give_up` ends that
-    running    sequences with blocks; each step computes one token of those that are up to date, and with what is left
-               of the budget chunks of the others. When blocks run out the youngest goes back to waiting
+    running    each step computes one token of those that are up to date, and chunks of the others: with what is left of
+               the budget, and not so much that the first ones wait too long. When blocks run out the last in line goes
+               back to waiting, its K/V copied to host memory where that is the quicker way back (costs.py)
+
+Place in line is fixed for life, and later arrivals stand further back, so everybody is first one day: the first is
+always admitted once the others have drained, and never preempted. That is why nobody starves.
 
     tokens of a sequence:  | K/V in the pool | to compute |
                            0           num_computed   num_tokens      (a difference of 1 is plain decoding)
+
+Beams of a search have nothing to compute while one of them waits; they make way for it, see `_is_waited_for`.
+
+Blocks are taken as tokens are computed. A partly filled block may be shared (`branch`); who is about to write into it
+copies it first, unless nobody else is left.
 """
 
 from __future__ import annotations
 
 import bisect
-import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from engine.block_hash import extend
-from engine.block_pool import BlockPool, NoFreeBlocks
-from engine.ids import BlockHash, BlockId
+from decode_node.costs import Costs
+from decode_node.growth import Demand, OutputLengths, peak_growth
+from decode_node.sequence import DecodeSequence, HostCopy, Reservation
+from engine.block_pool import BlockPool
+from engine.ids import BlockId
 from engine.kv_layout import KvLayout
-from engine.sampling_params import SamplingParams
-
-_arrivals = itertools.count()
-
-
-@dataclass(slots=True, eq=False)
-class DecodeSequence:
-    """One stream of tokens, described by counters.
-
-    Attributes:
-        index: its number in the request; decides the noise.
-        prompt_token_ids: shared with its siblings.
-        sampling: the request's.
-        root_hash: root of its block hash chain.
-        output_token_ids: what came out so far.
-        arrival: place in line; kept when preempted.
-        num_computed: tokens whose K/V lies in the pool.
-        block_ids: blocks it holds a reference to.
-        block_hashes: of its full blocks, as far as known.
-        siblings: sequences that wait for this one to compute their common prompt.
-        is_on_device: the step that runs now holds it.
-        is_ended: no more of it is wanted; blocks go back once no step holds it.
-        num_preemptions: how often it lost its blocks.
-    """
-
-    index: int
-    prompt_token_ids: Sequence[int]
-    sampling: SamplingParams
-    root_hash: BlockHash
-    output_token_ids: list[int] = field(default_factory=list)
-    arrival: int = field(default_factory=lambda: next(_arrivals))
-    num_computed: int = 0
-    block_ids: list[BlockId] = field(default_factory=list)
-    block_hashes: list[BlockHash] = field(default_factory=list)
-    siblings: list[DecodeSequence] = field(default_factory=list)
-    is_on_device: bool = False
-    is_ended: bool = False
-    num_preemptions: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        """Prompt and output."""
-        return len(self.prompt_token_ids) + len(self.output_token_ids)
-
-    def tokens(self, start: int, end: int) -> Sequence[int]:
-        """Tokens [start, end)."""
-        prompt_length = len(self.prompt_token_ids)
-        if start >= prompt_length:
-            return self.output_token_ids[start - prompt_length : end - prompt_length]
-        if end <= prompt_length:
-            return self.prompt_token_ids[start:end]
-        return [*self.prompt_token_ids[start:], *self.output_token_ids[: end - prompt_length]]
-
-    def full_block_hashes(self, block_size: int, num_blocks: int) -> list[BlockHash]:
-        """Hashes of the first `num_blocks` blocks, all of which must be full."""
-        while len(self.block_hashes) < num_blocks:
-            start = len(self.block_hashes) * block_size
-            parent = self.block_hashes[-1] if self.block_hashes else self.root_hash
-            self.block_hashes.append(extend(parent, self.tokens(start, start + block_size)))
-        return self.block_hashes[:num_blocks]
-
-
-@dataclass(slots=True, eq=False)
-class Reservation:
-    """Blocks that a hand-off asks for.
-
-    Attributes:
-        leader: the sequence whose prompt will arrive; its siblings count as places too.
-        blocks_held: leading blocks that prefill was told not to send.
-        count: blocks that will be sent.
-        held_ids: set when granted, `blocks_held` of them.
-        block_ids: set when granted, `count` of them.
-        lost_prefix: the held blocks were evicted before the grant, so the hand-off must be opened anew.
-    """
-
-    leader: DecodeSequence
-    blocks_held: int
-    count: int
-    held_ids: list[BlockId] = field(default_factory=list)
-    block_ids: list[BlockId] = field(default_factory=list)
-    lost_prefix: bool = False
-
-    @property
-    def arrival(self) -> int:
-        """Place in line."""
-        return self.leader.arrival
-
-    @property
-    def num_sequences(self) -> int:
-        """Places it takes."""
-        return 1 + len(self.leader.siblings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,31 +54,82 @@ class DecodeDecision:
     slices: tuple[Slice, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class CopyBlock:
+    """Copy a block within the pool."""
+
+    source: BlockId
+    destination: BlockId
+
+
+@dataclass(frozen=True, slots=True)
+class SaveBlocks:
+    """Copy blocks to host memory: fill `copy.data`."""
+
+    copy: HostCopy
+    block_ids: tuple[BlockId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreBlocks:
+    """Copy the blocks of `copy` from `first_block` on back to these ids."""
+
+    copy: HostCopy
+    first_block: int
+    block_ids: tuple[BlockId, ...]
+
+
+BlockMove = CopyBlock | SaveBlocks | RestoreBlocks
+
+
 class DecodeScheduler:
-    """Continuous batching with preemption by recomputation.
+    """Continuous batching with growth-aware admission and preemption.
 
     Args:
         pool: owner of the block ids.
         layout: for the size of a block.
         max_num_batched_tokens: token budget of a step.
         max_num_seqs: sequences with blocks or promised blocks at once.
+        itl_bound_s: seconds that a step with decoding sequences in it may take, as far as prompts can help it; None
+            does not care.
+        swap_bytes: host memory for the K/V of preempted sequences.
+        costs: what steps and copies take; the caller records it there.
     """
 
-    def __init__(self, pool: BlockPool, layout: KvLayout, *, max_num_batched_tokens: int, max_num_seqs: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        layout: KvLayout,
+        *,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        itl_bound_s: float | None = None,
+        swap_bytes: int = 0,
+        costs: Costs | None = None,
+    ) -> None:
         self._pool = pool
         self._layout = layout
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_seqs = max_num_seqs
+        self._itl_bound_s = itl_bound_s
+        self._max_swap_bytes = swap_bytes
         self._waiting: list[DecodeSequence | Reservation] = []
         self._reserved: set[Reservation] = set()
         self._running: list[DecodeSequence] = []
+        self._moves: list[BlockMove] = []
+        self._preempted: list[DecodeSequence] = []
+        self._refused: tuple[DecodeSequence | Reservation | None, int, int] = None, 0, 0
+        self.costs = costs or Costs()
+        self.lengths = OutputLengths()
         self.preemptions = 0
+        self.swaps = 0
+        self.swap_bytes = 0
 
     # -- what the node asks ---------------------------------------------------------------------------------
 
     @property
     def num_running(self) -> int:
-        """Sequences with blocks."""
+        """Sequences in steps."""
         return len(self._running)
 
     @property
@@ -174,10 +143,27 @@ class DecodeScheduler:
         return len(self._reserved)
 
     @property
+    def num_reserved_blocks(self) -> int:
+        """Blocks promised to them."""
+        return sum(len(reservation.block_ids) for reservation in self._reserved)
+
+    @property
     def waiting_tokens(self) -> int:
         """Tokens still to be computed here."""
-        waiting = sum(entry.num_tokens for entry in self._waiting if isinstance(entry, DecodeSequence))
-        return waiting + sum(sequence.num_tokens - sequence.num_computed for sequence in self._running)
+        waiting = sum(entry.num_uncomputed for entry in self._waiting if isinstance(entry, DecodeSequence))
+        return waiting + sum(sequence.num_uncomputed for sequence in self._running)
+
+    @property
+    def unused_slots(self) -> int:
+        """Slots of the blocks of running sequences that hold no token."""
+        block_size = self._layout.block_size
+        written: dict[BlockId, int] = {}
+        for sequence in self._running:
+            full_blocks, rest = divmod(sequence.num_computed, block_size)
+            for block_id in sequence.block_ids[full_blocks:]:
+                written[block_id] = max(written.get(block_id, 0), rest)
+                rest = 0
+        return sum(block_size - tokens for tokens in written.values())
 
     def reusable_blocks(self, sequence: DecodeSequence) -> int:
         """Leading blocks of the sequence that lie in the prefix cache now; takes no reference."""
@@ -195,29 +181,51 @@ class DecodeScheduler:
         bisect.insort(self._waiting, reservation, key=lambda entry: entry.arrival)
 
     def admit(self) -> list[Reservation]:
-        """Move what can move from waiting; returns reservations that were granted or lost their prefix."""
+        """Move what can move from waiting; returns reservations that were granted or lost their prefix.
+
+        `take_moves` follows.
+        """
         answered: list[Reservation] = []
-        while self._waiting:
+        while self._waiting and (self._is_waited_for or not self._is_still_refused(self._waiting[0])):
             entry = self._waiting[0]
-            if isinstance(entry, Reservation):
-                if not self._try_grant(entry):
-                    break
-                answered.append(entry)
-            elif not self._try_start(entry):
+            if not (self._try_grant(entry) if isinstance(entry, Reservation) else self._try_start(entry)):
+                if self._is_waited_for and self._running[-1].arrival > entry.arrival:
+                    self._preempt(self._running[-1])
+                    continue
+                self._refused = entry, self._pool.num_allocatable, self._num_taken
                 break
             self._waiting.pop(0)
+            if isinstance(entry, Reservation):
+                answered.append(entry)
         return answered
 
-    def join(self, reservation: Reservation) -> list[tuple[BlockId, BlockId]]:
-        """The hand-off committed: its sequences run from the next step on. Returns block copies to make at once."""
+    def take_moves(self) -> list[BlockMove]:
+        """Copies that `admit` or `decide` ask for: make them in this order and at once, before anybody else writes."""
+        moves, self._moves = self._moves, []
+        return moves
+
+    def take_preempted(self) -> list[DecodeSequence]:
+        """Sequences that `decide` put back to waiting, their K/V lost; `withdraw` those to compute elsewhere."""
+        preempted, self._preempted = self._preempted, []
+        return [sequence for sequence in preempted if not sequence.is_running and sequence.host_copy is None]
+
+    def withdraw(self, sequence: DecodeSequence) -> None:
+        """A waiting sequence will be computed elsewhere."""
+        self._waiting.remove(sequence)
+
+    def join(self, reservation: Reservation) -> None:
+        """The hand-off committed: its sequences run from the next step on."""
         self._reserved.remove(reservation)
         leader = reservation.leader
         leader.block_ids = [*reservation.held_ids, *reservation.block_ids]
-        # Prefill sent K/V of everything but the token it sampled.
-        leader.num_computed = leader.num_tokens - 1
+        leader.num_computed = reservation.num_tokens
+        if leader.num_candidates:
+            # Unless its search has gone on meanwhile, the last token is computed again for its logits.
+            leader.num_computed = min(reservation.num_tokens, leader.num_tokens - 1)
         self._publish(leader, 0)
-        bisect.insort(self._running, leader, key=lambda sequence: sequence.arrival)
-        return self.fork(leader)
+        self._run(leader)
+        if not leader.num_candidates:
+            self.fork(leader)
 
     def give_up(self, reservation: Reservation) -> None:
         """The hand-off ended without commit. Its own blocks are the caller's to quarantine and free."""
@@ -228,41 +236,41 @@ class DecodeScheduler:
         elif reservation in self._waiting:
             self._waiting.remove(reservation)
 
-    def fork(self, leader: DecodeSequence) -> list[tuple[BlockId, BlockId]]:
-        """Give the siblings of a leader its prompt's blocks; returns (source, destination) pairs to copy at once.
-
-        Full blocks are shared; the partly filled one is copied before anybody writes into it. A sibling for which no
-        block is free computes its prompt again later, mostly from the prefix cache.
-        """
-        copies: list[tuple[BlockId, BlockId]] = []
-        prompt_length = len(leader.prompt_token_ids)
-        full_blocks, rest = divmod(prompt_length, self._layout.block_size)
+    def fork(self, leader: DecodeSequence) -> None:
+        """Give the siblings of a leader its prompt's blocks."""
         siblings, leader.siblings = leader.siblings, []
         for sibling in siblings:
-            if sibling.is_ended:
-                continue
-            try:
-                own = self._pool.allocate(1) if rest else []
-            except NoFreeBlocks:
-                self.add(sibling)
-                continue
-            if rest:
-                copies.append((leader.block_ids[full_blocks], own[0]))
-            shared = leader.block_ids[:full_blocks]
-            self._pool.share(shared)
-            sibling.block_ids = [*shared, *own]
-            sibling.num_computed = prompt_length
-            bisect.insort(self._running, sibling, key=lambda sequence: sequence.arrival)
+            if not sibling.is_ended:
+                self.branch(leader, sibling)
         self._release_if_ended(leader)
-        return copies
 
-    def end(self, sequence: DecodeSequence) -> None:
-        """Nobody wants more of it. Blocks go back now, or when the step that holds them returns."""
+    def branch(self, parent: DecodeSequence, child: DecodeSequence) -> None:
+        """A new sequence goes on from an old one, sharing its blocks: it has that one's tokens, but for the last.
+
+        Takes no block and no place: nothing is copied before one of them writes. Without a parent that runs, the child
+        is computed in its turn.
+        """
+        if not parent.is_running:
+            self.add(child)
+            return
+        child.num_computed = min(parent.num_computed, child.num_tokens)
+        child.block_ids = parent.block_ids[: self._layout.blocks_for(child.num_computed)]
+        self._pool.share(child.block_ids)
+        self._run(child)
+
+    def end(self, sequence: DecodeSequence, *, is_whole: bool = True) -> None:
+        """Nobody wants more of it. Blocks go back now, or when the step that holds them returns.
+
+        Of one that is not whole, such as a beam that others have overtaken, nothing is learned about lengths.
+        """
         if sequence.is_ended:
             return
         sequence.is_ended = True
+        if sequence.output_token_ids and is_whole:
+            self.lengths.record(len(sequence.output_token_ids))
         if sequence in self._waiting:
             self._waiting.remove(sequence)
+            self._drop_copy(sequence)
             self._hand_down(sequence)
         elif not sequence.is_on_device:
             self._release_if_ended(sequence)
@@ -270,21 +278,24 @@ class DecodeScheduler:
     # -- steps ----------------------------------------------------------------------------------------------
 
     def decide(self) -> DecodeDecision | None:
-        """Choose the slices of the next step. None: nothing to compute. Call `admit` before."""
+        """Choose the slices of the next step. None: nothing to compute. Call `admit` before and `take_moves` after."""
         budget = self._max_num_batched_tokens
         slices: list[Slice] = []
         for sequence in list(self._running):
-            if sequence.num_tokens - sequence.num_computed == 1 and budget > 0 and self._grow(sequence):
+            if budget > 0 and sequence.num_uncomputed == 1 and self._grow(sequence, sequence.num_tokens):
                 slices.append(Slice(sequence, sequence.num_computed, 1, is_last=True))
                 budget -= 1
-        # Growing may have preempted a sequence that already had its slice.
-        slices = [piece for piece in slices if piece.sequence.block_ids]
-        for sequence in self._running:
-            remaining = sequence.num_tokens - sequence.num_computed
-            if remaining > 1 and budget > 0:
-                length = min(remaining, budget)
+        if slices and self._itl_bound_s is not None:
+            least = self._layout.block_size
+            budget = min(budget, self.costs.prompt_tokens_within(self._itl_bound_s, least=least))
+        for sequence in list(self._running):
+            remaining = sequence.num_uncomputed
+            length = min(remaining, budget)
+            if remaining > 1 and length > 0 and self._grow(sequence, sequence.num_computed + length):
                 slices.append(Slice(sequence, sequence.num_computed, length, is_last=length == remaining))
                 budget -= length
+        # Growing may have preempted a sequence that already had its slice.
+        slices = [piece for piece in slices if piece.sequence.is_running]
         if not slices:
             return None
         for piece in slices:
@@ -313,12 +324,18 @@ class DecodeScheduler:
     def check_invariants(self) -> None:
         """Raise AssertionError when the books do not balance."""
         self._pool.check_invariants()
+        waiting = [entry for entry in self._waiting if isinstance(entry, DecodeSequence)]
         for entry in self._waiting:
             assert not entry.block_ids, "a waiting entry holds blocks"
+        for sequence in waiting:
+            assert not sequence.is_running and not sequence.num_computed, "a waiting sequence runs"
         for sequence in self._running:
+            assert sequence.is_running and sequence.host_copy is None, "a running sequence is waited for"
             assert len(sequence.block_ids) >= self._layout.blocks_for(sequence.num_computed), "a sequence lost blocks"
+        copied = sum(sequence.host_copy.num_blocks for sequence in waiting if sequence.host_copy is not None)
+        assert self.swap_bytes == copied * self._layout.block_bytes <= self._max_swap_bytes, "host memory was lost"
 
-    # -- inside ---------------------------------------------------------------------------------------------
+    # -- inside: admission ----------------------------------------------------------------------------------
 
     def _max_reusable(self, sequence: DecodeSequence) -> int:
         # A hit never covers the last token, whose logits are needed.
@@ -326,17 +343,61 @@ class DecodeScheduler:
             return 0
         return (sequence.num_tokens - 1) // self._layout.block_size
 
-    def _places_taken(self) -> int:
-        # Siblings that wait for their leader's prompt get places of their own when it is computed.
-        running = sum(1 + len(sequence.siblings) for sequence in self._running)
-        return running + sum(reservation.num_sequences for reservation in self._reserved)
+    @property
+    def _num_taken(self) -> int:
+        return len(self._running) + len(self._reserved)
 
-    def _has_room(self, num_sequences: int, num_blocks: int) -> bool:
-        taken = self._places_taken()
-        if taken == 0:
-            return num_blocks <= self._pool.num_allocatable
-        # One block of growth is left for each sequence that has blocks, so that admission does not cause preemption.
-        return taken + num_sequences <= self._max_num_seqs and num_blocks + taken <= self._pool.num_allocatable
+    def _is_still_refused(self, entry: DecodeSequence | Reservation) -> bool:
+        """Whether it was refused and nothing has ended since: what the running ones are expected to need only rises."""
+        refused, allocatable, taken = self._refused
+        return entry is refused and self._pool.num_allocatable <= allocatable and self._num_taken >= taken
+
+    @property
+    def _is_waited_for(self) -> bool:
+        """Whether all that runs are beams that have done their step, so that none goes on before one that waits has."""
+        has_beams = bool(self._running) and not self._reserved
+        return has_beams and all(beam.num_candidates and not beam.num_uncomputed for beam in self._running)
+
+    def _has_room(self, entry: DecodeSequence, held: list[BlockId]) -> bool:
+        """Whether a family that holds these blocks of its own prompt may have the others, and all it will grow by."""
+        needed = self._layout.blocks_for(entry.num_tokens) - len(held)
+        if needed > self._pool.num_allocatable:
+            return False
+        demands = self._family_demands(entry, len(held), 0)
+        taken: list[Demand] = []
+        for sequence in self._running:
+            taken += self._family_demands(sequence, len(sequence.block_ids), self._own_blocks(sequence))
+        for reservation in self._reserved:
+            own = len(reservation.block_ids)
+            taken += self._family_demands(reservation.leader, len(reservation.held_ids) + own, own)
+        if not taken:
+            # Whatever fits alone must run one day.
+            return True
+        if len(taken) + len(demands) > self._max_num_seqs:
+            return False
+        if self._is_waited_for:
+            return True
+        return peak_growth([*taken, *demands], self._layout.block_size) <= self._pool.num_allocatable
+
+    def _family_demands(self, leader: DecodeSequence, held: int, own: int) -> list[Demand]:
+        """Of a sequence and of the siblings that will share its prompt."""
+        shared = len(leader.prompt_token_ids) // self._layout.block_size
+        return [
+            Demand(leader.num_tokens, held, own, self._remaining(leader)),
+            *(
+                Demand(each.num_tokens, shared, 0, self._remaining(each))
+                for each in leader.siblings
+                if not each.is_ended
+            ),
+        ]
+
+    def _remaining(self, sequence: DecodeSequence) -> int:
+        return self.lengths.remaining(len(sequence.output_token_ids), sequence.sampling.max_tokens)
+
+    def _own_blocks(self, sequence: DecodeSequence) -> int:
+        """Blocks that nobody shares; who shares a block shares all before it."""
+        blocks = sequence.block_ids
+        return len(blocks) - bisect.bisect_left(blocks, True, key=lambda block_id: self._pool.ref_count(block_id) == 1)
 
     def _try_grant(self, reservation: Reservation) -> bool:
         leader = reservation.leader
@@ -345,7 +406,7 @@ class DecodeScheduler:
             self._pool.release(held)
             reservation.lost_prefix = True
             return True
-        if not self._has_room(reservation.num_sequences, reservation.count):
+        if not self._has_room(leader, held):
             self._pool.release(held)
             return False
         reservation.held_ids = held
@@ -356,35 +417,65 @@ class DecodeScheduler:
     def _try_start(self, sequence: DecodeSequence) -> bool:
         hashes = sequence.full_block_hashes(self._layout.block_size, self._max_reusable(sequence))
         held = self._pool.match(hashes)
-        needed = self._layout.blocks_for(sequence.num_tokens) - len(held)
-        if not self._has_room(1 + len(sequence.siblings), needed):
+        if not self._has_room(sequence, held):
             self._pool.release(held)
             return False
-        sequence.block_ids = [*held, *self._pool.allocate(needed)]
+        sequence.block_ids = held
         sequence.num_computed = len(held) * self._layout.block_size
-        bisect.insort(self._running, sequence, key=lambda entry: entry.arrival)
+        copy = sequence.host_copy
+        if copy is not None and copy.data is not None and copy.num_tokens > sequence.num_computed:
+            blocks = self._pool.allocate(copy.num_blocks - len(held))
+            self._moves.append(RestoreBlocks(copy, len(held), tuple(blocks)))
+            sequence.block_ids = [*held, *blocks]
+            sequence.num_computed = copy.num_tokens
+        self._drop_copy(sequence)
+        self._run(sequence)
         return True
 
-    def _grow(self, sequence: DecodeSequence) -> bool:
-        """Make room for the next token, at the cost of the youngest; False when that was this one."""
-        if not sequence.block_ids:
+    # -- inside: growth and preemption ----------------------------------------------------------------------
+
+    def _grow(self, sequence: DecodeSequence, num_tokens: int) -> bool:
+        """Make room for its first `num_tokens`, at the cost of the last in line; False when that was this one."""
+        if not sequence.is_running:
             return False
-        while self._layout.blocks_for(sequence.num_tokens) > len(sequence.block_ids):
-            try:
-                sequence.block_ids += self._pool.allocate(1)
-            except NoFreeBlocks:
-                youngest = self._running[-1]
-                self._preempt(youngest)
-                if youngest is sequence:
-                    return False
+        first = sequence.num_computed // self._layout.block_size
+        while first < len(sequence.block_ids) and self._pool.ref_count(sequence.block_ids[first]) > 1:
+            if self._pool.num_allocatable:
+                shared, (own,) = sequence.block_ids[first], self._pool.allocate(1)
+                self._moves.append(CopyBlock(shared, own))
+                sequence.block_ids[first] = own
+                self._pool.release([shared])
+            elif not self._make_way(sequence):
+                return False
+        missing = self._layout.blocks_for(num_tokens) - len(sequence.block_ids)
+        while missing > self._pool.num_allocatable:
+            if not self._make_way(sequence):
+                return False
+        if missing > 0:
+            sequence.block_ids += self._pool.allocate(missing)
         return True
+
+    def _make_way(self, sequence: DecodeSequence) -> bool:
+        """Preempt the last in line; False when that was this one."""
+        last = self._running[-1]
+        self._preempt(last)
+        return last is not sequence
 
     def _preempt(self, sequence: DecodeSequence) -> None:
-        self._running.remove(sequence)
-        self._release(sequence)
-        sequence.num_computed = 0
-        sequence.num_preemptions += 1
-        self.preemptions += 1
+        num_computed = sequence.num_computed
+        if num_computed:
+            num_blocks = self._layout.blocks_for(num_computed)
+            num_bytes = num_blocks * self._layout.block_bytes
+            has_room = num_bytes <= self._max_swap_bytes - self.swap_bytes
+            if has_room and self.costs.copy_is_quicker(num_bytes, num_computed):
+                sequence.host_copy = HostCopy(num_computed, num_blocks)
+                self._moves.append(SaveBlocks(sequence.host_copy, tuple(sequence.block_ids[:num_blocks])))
+                self.swap_bytes += num_bytes
+                self.swaps += 1
+            sequence.num_preemptions += 1
+            self.preemptions += 1
+            self._preempted.append(sequence)
+        self._leave(sequence)
         self.add(sequence)
 
     def _publish(self, sequence: DecodeSequence, first_block: int) -> None:
@@ -393,17 +484,30 @@ class DecodeScheduler:
             return
         hashes = sequence.full_block_hashes(self._layout.block_size, full_blocks)
         for index in range(first_block, full_blocks):
-            self._pool.publish(sequence.block_ids[index], hashes[index])
+            sequence.block_ids[index] = self._pool.publish_or_adopt(sequence.block_ids[index], hashes[index])
 
-    def _release_if_ended(self, sequence: DecodeSequence) -> None:
-        if sequence.is_ended and sequence in self._running:
-            self._running.remove(sequence)
-            self._release(sequence)
-            self._hand_down(sequence)
+    # -- inside: coming and going ---------------------------------------------------------------------------
 
-    def _release(self, sequence: DecodeSequence) -> None:
+    def _run(self, sequence: DecodeSequence) -> None:
+        sequence.is_running = True
+        bisect.insort(self._running, sequence, key=lambda entry: entry.arrival)
+
+    def _leave(self, sequence: DecodeSequence) -> None:
+        self._running.remove(sequence)
+        sequence.is_running = False
         self._pool.release(sequence.block_ids)
         sequence.block_ids = []
+        sequence.num_computed = 0
+
+    def _release_if_ended(self, sequence: DecodeSequence) -> None:
+        if sequence.is_ended and sequence.is_running:
+            self._leave(sequence)
+            self._hand_down(sequence)
+
+    def _drop_copy(self, sequence: DecodeSequence) -> None:
+        if sequence.host_copy is not None:
+            self.swap_bytes -= sequence.host_copy.num_blocks * self._layout.block_bytes
+            sequence.host_copy = None
 
     def _hand_down(self, leader: DecodeSequence) -> None:
         """A leader ended before its siblings got the prompt: the next sibling leads."""

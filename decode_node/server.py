@@ -12,8 +12,8 @@ from decode_node.node import DecodeNode
 from decode_node.session import Session as RouterSession
 from engine.errors import ConfigError
 from engine.faults import Faults
-from engine.model_runner import ModelRunner
 from engine.model_store import resolve_model
+from engine.runners import make_runner
 from kv_transfer.node_host import NodeProcess, describe, run_node
 from kv_transfer.pool_memory import PoolMemory
 from kv_transfer.processes import can_name_processes
@@ -87,7 +87,7 @@ def run(config: DecodeConfig) -> int:
 
         shared = config.shared_memory and engine.device == "cpu" and can_name_processes()
         runner = await asyncio.to_thread(
-            lambda: ModelRunner(engine, files, allocate_pool=allocate_pool if shared else None)
+            lambda: make_runner(engine, files, allocate_pool=allocate_pool if shared else None)
         )
         transports = [pb.TRANSPORT_KIND_GRPC, *([pb.TRANSPORT_KIND_SHARED_MEMORY] if shared else [])]
         description = describe(config.node, runner, pb.ROLE_DECODE, process, transports)

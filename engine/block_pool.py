@@ -140,6 +140,19 @@ class BlockPool:
             self._note_change(block_hash, added=True)
         return True
 
+    def publish_or_adopt(self, block_id: BlockId, block_hash: BlockHash) -> BlockId:
+        """As `publish`; where another block has that hash, the caller's reference moves to it. Returns the block held.
+
+        So of a prefix that several compute at once one copy stays, and as everybody holds all of a chain up to its own
+        last full block, no block is findable whose predecessors are not. The caller must not use `block_id` any more
+        when another one comes back.
+        """
+        if self.publish(block_id, block_hash):
+            return block_id
+        (holder,) = self.match([block_hash])
+        self.release([block_id])
+        return holder
+
     def ref_count(self, block_id: BlockId) -> int:
         """References on a block."""
         self._require_known([block_id], "ref_count")

@@ -38,7 +38,7 @@ class SequenceSlice:
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """Slices laid end to end. T tokens of S sequences; R rows of logits, in the order of the slices.
+    """Slices laid end to end, on the host. T tokens of S sequences; R rows of logits, in the order of the slices.
 
     Attributes:
         token_ids: [T] int64.
@@ -48,9 +48,9 @@ class ForwardBatch:
         context_lens: [S] int64, tokens in the cache after this pass.
         block_tables: [S, longest] int64, rows filled up with block 0.
         logits_rows: [R] int64, tokens whose logits are wanted.
-        query_start_list: `query_starts` on the host, so that no step waits for a device.
-        context_len_list: `context_lens` on the host.
-        max_block_id: largest id in use, for bounds checks on the host.
+        query_start_list: `query_starts` once more.
+        context_len_list: `context_lens` once more.
+        max_block_id: largest id in use, for bounds checks.
     """
 
     token_ids: torch.Tensor
@@ -70,7 +70,7 @@ class ForwardBatch:
         return self.query_start_list[-1]
 
 
-def build_batch(slices: Sequence[SequenceSlice], *, block_size: int, device: torch.device) -> ForwardBatch:
+def build_batch(slices: Sequence[SequenceSlice], *, block_size: int) -> ForwardBatch:
     """Lay slices end to end. Raises ValueError when a slice is empty or its blocks do not cover it."""
     if not slices:
         raise ValueError("a batch needs at least one slice")
@@ -109,7 +109,7 @@ def build_batch(slices: Sequence[SequenceSlice], *, block_size: int, device: tor
         raise ValueError("a block id is negative")
 
     def tensor(values: np.ndarray | list[int]) -> torch.Tensor:
-        return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(device)
+        return torch.from_numpy(np.asarray(values, dtype=np.int64))
 
     return ForwardBatch(
         token_ids=tensor(token_ids),

@@ -1,17 +1,16 @@
 """Loads a causal language model with its weights mapped from disk, and refuses what this engine would compute wrongly.
 
 What a model needs is found out by looking: its configuration, the weights that were and were not used, and a short
-forward pass through a plain attention function, which notes what it is asked for and must give the model's own logits.
+forward pass over a pool of a few blocks, which must give the logits of the model's own attention.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import platform
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,12 @@ from transformers.utils import logging as transformers_logging
 from engine.cache_folder import build_once, cache_root, file_digest, require_space
 from engine.errors import ConfigError
 from engine.fingerprint import Fingerprint
+from engine.forward_batch import ForwardBatch, SequenceSlice, build_batch
+from engine.ids import BlockId
 from engine.kv_layout import DTYPE_BYTES, KvLayout
+from engine.lean_forward import FAMILIES
 from engine.model_store import ModelFiles, check_folder
+from engine.paged_cache import PagedCache, UnsupportedModel, paged_attention
 from engine.safetensors_file import (
     DTYPE_OF_TORCH_NAME,
     TORCH_NAME_OF_DTYPE,
@@ -35,31 +38,69 @@ from engine.safetensors_file import (
     weight_files,
     write_tensors,
 )
+from kernels.cpu_library import cpu_flags, load_library
 
 logger = logging.getLogger(__name__)
 
+SUPPORTED_FAMILIES = (
+    "apertus",
+    "arcee",
+    "biogpt",
+    "codegen",
+    "cohere",
+    "cohere2",
+    "ernie4_5",
+    "exaone4",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "glm",
+    "glm4",
+    "glm4_moe",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neox",
+    "gpt_oss",
+    "gptj",
+    "granite",
+    "granitemoe",
+    "helium",
+    "hunyuan_v1_dense",
+    "llama",
+    "minimax_m2",
+    "ministral",
+    "mistral",
+    "mixtral",
+    "nanochat",
+    "olmo",
+    "olmo2",
+    "olmo3",
+    "olmoe",
+    "opt",
+    "persimmon",
+    "phi",
+    "phi3",
+    "phimoe",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "seed_oss",
+    "smollm3",
+    "starcoder2",
+    "vaultgemma",
+)
+"""Model types whose tokens the tests hold to transformers' own. Others run when they pass the probe, with a warning."""
+
 _PROBE = "pdserve_probe"
-_PROBE_TOKENS = 6
-_PROBE_ROWS = (1, 5)
+_PROBE_TOKENS = 7
+_PROBE_BLOCK = 4
+_PROBE_LONGEST_WINDOW = 32
+"""A window up to this long is probed beyond its end; longer ones would make every start slow."""
+
 _CAST_VERSION = 1
 _NATIVE_CPU_FLAGS = {"bfloat16": {"avx512_bf16", "amx_bf16", "bf16"}, "float16": {"avx512_fp16", "amx_fp16", "asimdhp"}}
-_BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 _NOT_IDENTITY = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
-_ATTENTION_WORDS_HANDLED = {
-    "scaling",
-    "dropout",
-    "is_causal",
-    "position_ids",
-    "cache_position",
-    "sliding_window",
-    "use_cache",
-    "output_attentions",
-    "output_hidden_states",
-    "return_dict",
-    "cache",
-    "past_key_values",
-    "layer_idx",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +113,7 @@ class LoadedModel:
         layout: of its KV blocks.
         fingerprint: what its KV means.
         vocab_size: columns of its logits, which may be more than the tokenizer has tokens.
-        max_position: tokens that its configuration allows.
+        max_position: tokens that its configuration allows and that are computed as it says.
     """
 
     model: torch.nn.Module
@@ -125,12 +166,17 @@ def load_model(files: ModelFiles, *, dtype: str, device: str, block_size: int, a
         weights_digest=_weights_digest(files.folder),
         rope_digest=_rope_digest(model, config),
     )
+    if config.model_type not in SUPPORTED_FAMILIES:
+        logger.warning("model_family_untested model_type=%s", config.model_type)
     logger.info("model_loaded model_id=%s class=%s dtype=%s device=%s", files.model_id, type(model), wanted, device)
     return LoadedModel(model, model.config, layout, fingerprint, shape.vocab_size, _max_position(config))
 
 
 def resolve_dtype(folder: Path, dtype: str, device: str) -> str:
-    """`auto` becomes the checkpoint's dtype, or float32 on a CPU that computes it only by emulation."""
+    """`auto` becomes the checkpoint's dtype, or float32 on a CPU that computes it only by emulation.
+
+    The compiled kernels widen bfloat16 as they read it, so with them it is the quicker one on every CPU.
+    """
     if dtype != "auto":
         if dtype not in DTYPE_BYTES:
             raise ConfigError(f"dtype must be auto or one of {', '.join(DTYPE_BYTES)}, not {dtype!r}.")
@@ -140,19 +186,11 @@ def resolve_dtype(folder: Path, dtype: str, device: str) -> str:
         for entry in read_entries(file):
             weights[entry.dtype] = weights.get(entry.dtype, 0) + entry.num_bytes
     stored = TORCH_NAME_OF_DTYPE.get(max(weights, key=lambda name: weights[name], default=""), "float32")
-    if torch.device(device).type == "cpu" and stored != "float32" and not (_NATIVE_CPU_FLAGS[stored] & _cpu_flags()):
-        return "float32"
-    return stored
-
-
-def _cpu_flags() -> set[str]:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        logger.info("cpu_flags_unknown system=%s", platform.system())
-        return set()
-    lines = (line.partition(":") for line in text.splitlines())
-    return {word for name, _, value in lines if name.strip() in ("flags", "Features") for word in value.split()}
+    if torch.device(device).type != "cpu" or stored == "float32" or _NATIVE_CPU_FLAGS[stored] & cpu_flags():
+        return stored
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    has_kernels = not FAMILIES.keys().isdisjoint(config.get("architectures") or ()) and load_library() is not None
+    return stored if stored == "bfloat16" and has_kernels else "float32"
 
 
 def _read_config(folder: Path) -> PretrainedConfig:
@@ -162,9 +200,11 @@ def _read_config(folder: Path) -> PretrainedConfig:
         kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
         if "trust_remote_code" in str(error):
             raise ConfigError(f"The model type {kind!r} needs code from its repository, which is never run.") from error
-        raise ConfigError(
-            f"{folder}/config.json (model type {kind!r}) is not supported: {_first_line(error)}"
-        ) from error
+        raise _not_supported(f"{folder}/config.json is of model type {kind!r} ({_first_line(error)})") from error
+
+
+def _not_supported(subject: str) -> ConfigError:
+    return ConfigError(f"{subject}, which is not supported; families that run: {', '.join(SUPPORTED_FAMILIES)}.")
 
 
 def _refuse_by_config(config: PretrainedConfig) -> None:
@@ -173,45 +213,45 @@ def _refuse_by_config(config: PretrainedConfig) -> None:
     def get(name: str) -> Any:
         return getattr(config, name, None)
 
-    max_position = _max_position(config)
     kind = config.model_type
     if get("quantization_config") is not None:
         method = get("quantization_config")
         method = method.get("quant_method") if isinstance(method, dict) else getattr(method, "quant_method", method)
         raise ConfigError(f"The checkpoint is quantised ({method}), which is not supported.")
     if get("is_encoder_decoder"):
-        raise ConfigError(f"{kind} is an encoder-decoder model, which is not supported.")
+        raise _not_supported(f"{kind} is an encoder-decoder model")
     if get("add_cross_attention"):
-        raise ConfigError(f"{kind} uses cross attention, which is not supported.")
+        raise _not_supported(f"{kind} uses cross attention")
     if config.get_text_config() is not config or get("vision_config") is not None or get("audio_config") is not None:
-        raise ConfigError(f"{kind} is a multimodal model, which is not supported.")
+        raise _not_supported(f"{kind} is a multimodal model")
     for name, words in {
         "kv_lora_rank": "latent attention (MLA)",
-        "attn_logit_softcapping": "a soft cap on attention scores",
-        "attn_logit_softcap": "a soft cap on attention scores",
         "alibi": "ALiBi positions",
         "num_kv_shared_layers": "KV shared between layers",
-        "attention_sinks": "attention sinks",
+        "use_bidirectional_attention": "attention that looks ahead",
     }.items():
         if get(name):
-            raise ConfigError(f"{kind} uses {words} ({name}={get(name)!r}), which is not supported.")
-    window = get("sliding_window") if get("use_sliding_window") is not False else None
-    layer_types = get("layer_types")
-    for layer_type in set(layer_types or ()):
-        limit = {"sliding_attention": get("sliding_window"), "chunked_attention": get("attention_chunk_size")}
-        if layer_type != "full_attention" and (limit.get(layer_type) or 0) < max_position:
-            raise ConfigError(f"{kind} has layers of type {layer_type}, which is not supported.")
-    if layer_types is None and window is not None and window < max_position:
-        raise ConfigError(f"{kind} uses a sliding window of {window} tokens, which is not supported.")
+            raise _not_supported(f"{kind} uses {words} ({name}={get(name)!r})")
+    for layer_type in sorted(set(get("layer_types") or ()) - {"full_attention", "sliding_attention"}):
+        if layer_type != "chunked_attention":
+            raise _not_supported(
+                f"{kind} has layers of type {layer_type}, with another state than K and V of each token"
+            )
+        if (get("attention_chunk_size") or 0) < _max_position(config):
+            raise _not_supported(f"{kind} attends in chunks of {get('attention_chunk_size')} tokens ({layer_type})")
     for parameters in _rope_parameters(config):
         rope_type = parameters.get("rope_type", parameters.get("type", "default"))
         if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
             raise ConfigError(f"{kind} uses the rope_type {rope_type!r}, which is not known.")
-        if rope_type in _BATCH_DEPENDENT_ROPE:
-            raise ConfigError(
-                f"{kind} uses the rope_type {rope_type!r}, which is not supported: its frequencies depend on "
-                "the longest sequence of a batch."
-            )
+
+
+def _windows(config: PretrainedConfig, num_layers: int) -> list[int | None]:
+    """How many tokens back each layer sees by its configuration; None is all."""
+    window = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None:
+        return [window if layer_type == "sliding_attention" else None for layer_type in layer_types[:num_layers]]
+    return [window if getattr(config, "use_sliding_window", None) is not False else None] * num_layers
 
 
 def _rope_parameters(config: PretrainedConfig) -> Iterator[Mapping[str, Any]]:
@@ -224,11 +264,21 @@ def _rope_parameters(config: PretrainedConfig) -> Iterator[Mapping[str, Any]]:
 
 
 def _max_position(config: PretrainedConfig) -> int:
+    """The longest sequence whose rotary frequencies do not depend on how long a sequence, or a batch, is.
+
+    Beyond it, `longrope` turns to other frequencies, so that cached K/V of a prefix would be wrong. (`dynamic` does so
+    beyond `max_position_embeddings`.)
+    """
     for name in ("max_position_embeddings", "n_positions", "max_seq_len"):
         value = getattr(config, name, None)
         if isinstance(value, int) and value > 0:
-            return value
-    raise ConfigError(f"{config.model_type}'s configuration does not say how many positions it allows.")
+            break
+    else:
+        raise ConfigError(f"{config.model_type}'s configuration does not say how many positions it allows.")
+    for parameters in _rope_parameters(config):
+        if parameters.get("rope_type", parameters.get("type")) == "longrope":
+            value = min(value, int(parameters.get("original_max_position_embeddings", value)))
+    return value
 
 
 def _folder_of_dtype(files: ModelFiles, dtype: str) -> Path:
@@ -299,10 +349,8 @@ def _load(folder: Path, config: PretrainedConfig, dtype: str) -> Any:
         if found := sorted(report.get(key) or (), key=str):
             name = found[0][0] if isinstance(found[0], tuple) else found[0]
             raise ConfigError(f"{folder.name} does not fit {type(model).__name__}: {words} {name} ({len(found)} such).")
-    if not getattr(type(model), "_supports_attention_backend", False):
-        raise ConfigError(f"{type(model).__name__} does not let its attention be replaced, so it cannot be served.")
     if getattr(model, "_is_stateful", False):
-        raise ConfigError(f"{type(model).__name__} keeps a recurrent state, which is not supported.")
+        raise _not_supported(f"{config.model_type} keeps a recurrent state")
     return model.eval()
 
 
@@ -339,88 +387,111 @@ class _Shape:
     vocab_size: int
 
 
-@dataclass(slots=True)
-class _Recorder:
-    """A plain attention function, causal and with grouped heads, that notes what else it was asked for."""
+class _Probe:
+    """Stands where a PagedCache does, over a pool that it makes from the first keys it is given."""
 
-    layers: list[int] = field(default_factory=list)
-    shapes: set[tuple[int, int, int, int]] = field(default_factory=set)
-    unsupported: dict[str, object] = field(default_factory=dict)
-    max_position: int = 0
+    def __init__(self, batch: ForwardBatch, num_layers: int) -> None:
+        self._batch = batch
+        self._num_layers = num_layers
+        self.cache: PagedCache | None = None
+        self.windows: list[int | None] = []
 
-    def __call__(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        **words: Any,
-    ) -> tuple[torch.Tensor, None]:
-        self.layers.append(int(getattr(module, "layer_idx", -1)))
-        self.shapes.add((query.shape[1], key.shape[1], key.shape[3], value.shape[3]))
-        for word, given in words.items():
-            if word == "sliding_window" and given is not None and given < self.max_position:
-                self.unsupported[word] = given
-            elif word not in _ATTENTION_WORDS_HANDLED and given is not None and given is not False:
-                self.unsupported[word] = type(given).__name__ if isinstance(given, torch.Tensor) else given
-        if attention_mask is not None:
-            self.unsupported["attention_mask"] = tuple(attention_mask.shape)
-        groups, tokens = query.shape[1] // key.shape[1], query.shape[2]
-        scaling = words.get("scaling")
-        scores = (query @ key.repeat_interleave(groups, 1).transpose(2, 3)).float()  # [batch, heads, tokens, tokens]
-        scores *= query.shape[3] ** -0.5 if scaling is None else scaling
-        future = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
-        weights = scores.masked_fill(future, -torch.inf).softmax(-1).to(value.dtype)
-        return (weights @ value.repeat_interleave(groups, 1)).transpose(1, 2).contiguous(), None
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See PagedCache."""
+        if self.cache is None:
+            kv_heads, head_dim = key_states.shape[1], key_states.shape[3]
+            num_blocks = self._batch.max_block_id + 1
+            pool = key_states.new_zeros(num_blocks, self._num_layers, 2, kv_heads, _PROBE_BLOCK, head_dim)
+            self.cache = PagedCache(pool, self._batch, on_layer=None)
+        return self.cache.update(key_states, value_states, layer_idx)
+
+    def get_seq_length(self) -> int:
+        """See PagedCache."""
+        return 0
+
+
+def _probe_attention(
+    module: torch.nn.Module,
+    *tensors: Any,
+    sliding_window: int | None = None,
+    paged_cache: _Probe | None = None,
+    **words: Any,
+) -> tuple[torch.Tensor, None]:
+    if paged_cache is None or paged_cache.cache is None:
+        raise UnsupportedModel("an attention that is not handed `paged_cache`")
+    paged_cache.windows.append(sliding_window)
+    return paged_attention(module, *tensors, sliding_window=sliding_window, paged_cache=paged_cache.cache, **words)
+
+
+ALL_ATTENTION_FUNCTIONS.register(_PROBE, _probe_attention)
 
 
 def _probe(model: Any, config: PretrainedConfig) -> _Shape:
-    """Run a few tokens with a plain attention, learn what that is asked for, and compare with the model's own."""
-    recorder = _Recorder(max_position=_max_position(config))
-    ALL_ATTENTION_FUNCTIONS.register(_PROBE, recorder)
+    """Run a few tokens on a small pool, past the end of a short window, and compare with the model's own attention."""
     name = type(model).__name__
+    num_layers = int(getattr(config, "num_hidden_layers", None) or 0)
+    windows, limit = _windows(config, num_layers), _max_position(config)
+    shortest = min((window for window in windows if window is not None), default=_PROBE_LONGEST_WINDOW + 1)
+    length = _PROBE_TOKENS if shortest > _PROBE_LONGEST_WINDOW else max(_PROBE_TOKENS, shortest + 4)
+    vocabulary = min(int(model.get_input_embeddings().weight.shape[0]), 1000)
+    token_ids = [(place * 7 + 3) % vocabulary for place in range(length)]
+    batch = _probe_batch(token_ids)
+    probe = _Probe(batch, num_layers)
     try:
         model.set_attn_implementation(_PROBE)
-        logits = _probe_logits(model, logits_to_keep=torch.tensor(_PROBE_ROWS))
-        model.set_attn_implementation("eager")
-    except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError, NotImplementedError) as error:
-        raise ConfigError(f"{name} does not run with a replaced attention and a plain KV cache: {error}.") from error
-    if recorder.unsupported:
-        word, given = next(iter(recorder.unsupported.items()))
-        raise ConfigError(f"{name}'s attention needs {word} ({given}), which is not supported.")
-    if logits.shape[1] != len(_PROBE_ROWS):
-        raise ConfigError(
-            f"{name} computes the logits of every token, which is not supported: it has no logits_to_keep."
+        logits = _probe_logits(
+            model,
+            input_ids=batch.token_ids[None],
+            position_ids=batch.positions[None],
+            cache=probe,
+            paged_cache=probe,
+            logits_to_keep=batch.logits_rows,
         )
-    own = _probe_logits(model)[:, list(_PROBE_ROWS)]
+        model.set_attn_implementation("eager")
+        own = _probe_logits(model, input_ids=torch.tensor([token_ids]), cache=DynamicCache(config=config))
+    except UnsupportedModel as error:
+        raise _not_supported(f"{name} needs {error}") from error
+    except (RuntimeError, ValueError, TypeError, AttributeError, IndexError, KeyError, NotImplementedError) as error:
+        raise _not_supported(f"{name} needs an attention or a cache of its own ({_first_line(error)})") from error
+    if probe.cache is None or len(probe.windows) != num_layers or probe.cache.num_written != num_layers:
+        raise _not_supported(f"{name} attends in {len(probe.windows)} of its {num_layers} layers as it is told to")
+    if logits.shape[0] != len(batch.logits_rows):
+        raise _not_supported(f"{name} computes the logits of every token, for want of logits_to_keep")
+    for layer, (asked, configured) in enumerate(zip(probe.windows, windows, strict=True)):
+        if asked != configured and min(asked or limit, configured or limit) < limit:
+            raise _not_supported(f"{name} asks for a window of {asked} in layer {layer}, configured as {configured}")
+    own = own[batch.positions[batch.logits_rows]]
     if not bool(torch.isfinite(own).all()):
         raise ConfigError(f"{name} gives logits that are not finite in {model.dtype}: its weights are damaged.")
-    tolerance = 1e-3 if model.dtype == torch.float32 else 5e-2
-    if float((own - logits).abs().max()) > tolerance * max(1.0, float(own.abs().max())):
-        raise ConfigError(
-            f"{name} gives other logits when its attention is replaced, so it does more than plain attention."
-        )
-    num_layers = getattr(config, "num_hidden_layers", None)
-    if recorder.layers != list(range(len(recorder.layers))) or len(recorder.layers) != num_layers:
-        raise ConfigError(
-            f"{name} called attention for {len(recorder.layers)} of its {num_layers} layers, or not in order: "
-            "models with layers of other kinds are not supported."
-        )
-    if len(recorder.shapes) != 1:
-        raise ConfigError(f"{name}'s layers differ in heads or head size, which is not supported.")
-    ((heads, kv_heads, head_dim, value_dim),) = recorder.shapes
-    if head_dim != value_dim or heads % kv_heads:
-        raise ConfigError(f"{name} has heads that are not supported: {heads} x {head_dim} on {kv_heads} x {value_dim}.")
+    # Deep models of random weights in bfloat16 differ by up to 0.09, and by about 1 with other positions or masks.
+    tolerance = 1e-3 if model.dtype == torch.float32 else 0.25
+    if float((own - logits).norm()) > tolerance * float(own.norm()):
+        raise _not_supported(f"{name} gives other logits on paged attention, so its own does more than it says")
+    _, _, _, kv_heads, _, head_dim = probe.cache.plan.pool.shape
     return _Shape(num_layers, kv_heads, head_dim, int(logits.shape[-1]))
 
 
-def _probe_logits(model: Any, **words: Any) -> torch.Tensor:
-    ids = torch.arange(_PROBE_TOKENS)[None]
-    rows = min(int(model.get_input_embeddings().weight.shape[0]), 1000)
+def _probe_batch(token_ids: list[int]) -> ForwardBatch:
+    """One sequence in three slices, which can share a pass because a layer writes before it reads.
+
+    A single token, new tokens after old ones, new tokens alone: not in the order of their positions, so that a model
+    that counts positions by itself is found out.
+    """
+    length = len(token_ids)
+    blocks = [BlockId(block) for block in range(-(-length // _PROBE_BLOCK))]
+    slices = [
+        SequenceSlice(token_ids[-1:], length - 1, blocks, "last"),
+        SequenceSlice(token_ids[length - 4 : -1], length - 4, blocks, "all"),
+        SequenceSlice(token_ids[: length - 4], 0, blocks, "last"),
+    ]
+    return build_batch(slices, block_size=_PROBE_BLOCK)
+
+
+def _probe_logits(model: Any, **inputs: Any) -> torch.Tensor:
     with torch.inference_mode():
-        output = model(input_ids=(ids * 7 + 3) % rows, position_ids=ids, cache=DynamicCache(), use_cache=True, **words)
-    logits: torch.Tensor = output.logits.float()  # [1, tokens, vocabulary]
+        logits: torch.Tensor = model(**inputs, use_cache=True).logits[0].float()  # [rows, vocabulary]
     return logits
 
 

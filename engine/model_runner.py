@@ -16,11 +16,18 @@ from engine.fingerprint import Fingerprint
 from engine.forward_batch import ForwardBatch, SequenceSlice, build_batch
 from engine.ids import BlockId
 from engine.kv_layout import KvLayout
+from engine.lean_forward import LeanForward, lean_forward_of
 from engine.model_loader import load_model
 from engine.model_store import ModelFiles
 from engine.paged_cache import ATTENTION_NAME, PagedCache, UnsupportedModel
 
 logger = logging.getLogger(__name__)
+
+_SMOKE_TOKENS = 21
+_SMOKE_BOUND = {"float32": 1e-3, "bfloat16": 0.2}
+"""How far the logits of two correct forward passes may be apart: the median over rows, as a share of a row's spread.
+With 16 bits it is the generic one that rounds after every operation, and some tokens suffer most of it: the first of
+SmolLM2 is off by a quarter."""
 
 
 class Runner(Protocol):
@@ -65,6 +72,9 @@ class ModelRunner:
         allocate_pool: gives zeroed memory of so many bytes for the pool, which must outlive the runner; None takes
             private memory.
 
+    Attributes:
+        forward: `lean` where the compiled kernels compute, `generic` where transformers does.
+
     Raises:
         ConfigError: the model, its lengths or its pool cannot work here.
     """
@@ -77,11 +87,10 @@ class ModelRunner:
         allocate_pool: Callable[[int], memoryview] | None = None,
     ) -> None:
         if config.device != "cpu":
-            raise ConfigError(f"device must be cpu, not {config.device!r}: no other device is supported yet")
+            raise ConfigError(f"device must be cpu, not {config.device!r}: this runner computes on the host")
         if config.num_threads is not None:
             torch.set_num_threads(config.num_threads)
         torch.manual_seed(config.seed)
-        self._device = torch.device(config.device)
         loaded = load_model(
             files, dtype=config.dtype, device=config.device, block_size=config.block_size, attention=ATTENTION_NAME
         )
@@ -94,10 +103,13 @@ class ModelRunner:
         num_bytes = self.num_blocks * self.layout.block_bytes
         self._memory = (allocate_pool or _private_memory)(num_bytes)
         self.pool = pool_tensor(self._memory, self.layout, self.num_blocks)
-        self._smoke_test()
+        self._lean = self._lean_forward(self._smoke_test())
+        self.forward = "generic" if self._lean is None else "lean"
         logger.info(
-            "model_ready model=%s dtype=%s num_blocks=%d block_bytes=%d pool_bytes=%d max_model_len=%d vocab_size=%d",
+            "model_ready model=%s forward=%s dtype=%s num_blocks=%d block_bytes=%d pool_bytes=%d max_model_len=%d "
+            "vocab_size=%d",
             self.fingerprint.model_id,
+            self.forward,
             self.layout.dtype,
             self.num_blocks,
             self.layout.block_bytes,
@@ -111,6 +123,12 @@ class ModelRunner:
         """See Runner."""
         if batch.max_block_id >= self.num_blocks:
             raise ValueError(f"block {batch.max_block_id} is not of this pool of {self.num_blocks}")
+        if self._lean is not None:
+            return self._lean.run(batch, on_layer)
+        return self._run_generic(batch, on_layer)
+
+    def _run_generic(self, batch: ForwardBatch, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
+        """By transformers' own forward."""
         cache = PagedCache(self.pool, batch, on_layer=on_layer)
         output = self._model(
             input_ids=batch.token_ids[None],
@@ -136,31 +154,51 @@ class ModelRunner:
         size = self.layout.block_bytes
         return self._memory[block_id * size : (block_id + 1) * size]
 
-    def _smoke_test(self) -> None:
-        """A prompt of two tokens (one, where blocks are that small) and one decoded must give logits with meaning.
+    def _smoke_test(self) -> torch.Tensor:
+        """A short prompt and one decoded token must give logits with meaning.
 
         A single row may be constant: the embedding of a padding token is often all zeros.
         """
-        blocks = [BlockId(0), BlockId(1)]
-        prompt = list(range(min(2, self.layout.block_size, self.vocab_size)))
-        slices = [
-            SequenceSlice(prompt, 0, blocks, "all"),
-            SequenceSlice([len(prompt) % self.vocab_size], len(prompt), blocks, "last"),
-        ]
         try:
-            passes = [
-                self.run(build_batch([part], block_size=self.layout.block_size, device=self._device)) for part in slices
-            ]
+            logits = self._smoke_logits(self._run_generic)
         except (UnsupportedModel, TypeError, AttributeError) as error:
             raise ConfigError(f"model {self.fingerprint.model_id} cannot run on paged attention: {error}") from error
-        logits = torch.cat(passes)
-        self.pool[:2].zero_()
         if logits.shape[1] != self.vocab_size:
             raise ConfigError(f"the model gives {logits.shape[1]} logits where {self.vocab_size} were expected")
         if not bool(torch.isfinite(logits).all()):
             raise ConfigError("the model's logits are not finite: its weights are broken or its dtype is too narrow")
         if bool((logits.amax(dim=-1) == logits.amin(dim=-1)).all()):
             raise ConfigError("the model's logits are all equal: its weights were not loaded")
+        return logits
+
+    @torch.inference_mode()
+    def _smoke_logits(self, run: Callable[[ForwardBatch], torch.Tensor]) -> torch.Tensor:
+        """Logits of a few tokens, in the first two blocks, which are zeroed again."""
+        blocks = [BlockId(0), BlockId(1)]
+        tokens = [(place * 97 + 5) % self.vocab_size for place in range(min(_SMOKE_TOKENS, 2 * self.layout.block_size))]
+        slices = [
+            SequenceSlice(tokens[:-1], 0, blocks, "all"),
+            SequenceSlice(tokens[-1:], len(tokens) - 1, blocks, "last"),
+        ]
+        passes = [run(build_batch([part], block_size=self.layout.block_size)) for part in slices]
+        self.pool[:2].zero_()
+        return torch.cat(passes)
+
+    def _lean_forward(self, generic: torch.Tensor) -> LeanForward | None:
+        """The compiled forward, if the model has one and it gives the logits that `generic` gave."""
+        num_positions = max(self.max_model_len, _SMOKE_TOKENS)
+        lean = lean_forward_of(self._model, self.pool, num_positions=num_positions)
+        if lean is None:
+            return None
+        logits = self._smoke_logits(lean.run)
+        # A constant on all logits of a row means nothing.
+        ours, theirs = (rows - rows.mean(-1, keepdim=True) for rows in (logits, generic))
+        difference = float(((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).nanmedian())
+        bound = _SMOKE_BOUND[self.layout.dtype]
+        if not difference <= bound:
+            logger.warning("lean_forward_not_used reason=logits_differ difference=%g bound=%g", difference, bound)
+            return None
+        return lean
 
 
 def num_blocks_of(config: EngineConfig, layout: KvLayout) -> int:

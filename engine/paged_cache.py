@@ -25,7 +25,7 @@ _HARMLESS = frozenset(
 
 
 class UnsupportedModel(Exception):
-    """The model asks the cache or the attention for something that they do not do. Found by the smoke test at start."""
+    """What the model asks of its cache or its attention and they do not do, as a noun phrase. Found at start."""
 
 
 class PagedCache:
@@ -55,17 +55,22 @@ class PagedCache:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Called by each attention layer, in order, with the new tokens' `[1, kv_heads, T, head_dim]`; returns them."""
         if layer_idx != self.num_written or layer_idx >= self._num_layers:
-            raise UnsupportedModel(f"layer {layer_idx} writes K/V out of turn")
+            raise UnsupportedModel(f"layers that write K/V out of turn (layer {layer_idx})")
         for name, states in (("keys", key_states), ("values", value_states)):
             if states.shape != self._expected:
                 raise UnsupportedModel(
-                    f"{name} of layer {layer_idx} are {list(states.shape)}, not {list(self._expected)}"
+                    f"KV heads or head sizes that differ (the {name} of layer {layer_idx} are {list(states.shape)}, "
+                    f"not {list(self._expected)})"
                 )
         ops.write_kv(self.plan, layer_idx, key_states[0], value_states[0])
         self.num_written += 1
         if self._on_layer is not None:
             self._on_layer(layer_idx)
         return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        """0, since sequences of a batch share no length. Some models ask, and then use the positions they are given."""
+        return 0
 
 
 def paged_attention(
@@ -77,21 +82,32 @@ def paged_attention(
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
+    is_causal: bool | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     paged_cache: PagedCache | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers' models call: `[1, heads, T, head_dim]` in, `[1, T, heads, head_dim]` out."""
+    """What transformers' models call: `[1, heads, T, head_dim]` in, `[1, T, heads, head_dim]` out.
+
+    The keywords are theirs: `softcap` bounds the scores, `s_aux` holds a sink per head.
+    """
     if paged_cache is None:
-        raise UnsupportedModel("the model does not hand `paged_cache` on to its attention")
+        raise UnsupportedModel("an attention that is not handed `paged_cache`")
     for name, argument in kwargs.items():
         if argument is not None and argument is not False and name not in _HARMLESS:
-            raise UnsupportedModel(f"attention with {name} is not supported")
-    if attention_mask is not None or dropout != 0.0 or not getattr(module, "is_causal", True):
-        raise UnsupportedModel("only plain causal attention is supported, without masks of the model's own")
+            raise UnsupportedModel(f"attention with {name}")
+    if attention_mask is not None or dropout != 0.0:
+        raise UnsupportedModel("attention with a mask of its own or with dropout")
+    if is_causal is False or not getattr(module, "is_causal", True):
+        raise UnsupportedModel("attention that looks ahead")
     layer = paged_cache.num_written - 1
     if getattr(module, "layer_idx", None) != layer:
-        raise UnsupportedModel("layers that share the K/V of another layer are not supported")
+        raise UnsupportedModel("layers that share the K/V of another layer")
+    num_heads, kv_heads = query.shape[1], key.shape[1]
+    if num_heads % kv_heads:
+        raise UnsupportedModel(f"{num_heads} query heads on {kv_heads} KV heads")
     attended = ops.paged_attention(
         paged_cache.plan,
         layer,
@@ -100,6 +116,8 @@ def paged_attention(
         value[0],
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=sliding_window,
+        soft_cap=softcap,
+        sinks=s_aux,
     )
     return attended[None], None
 

@@ -71,6 +71,8 @@ def paged_attention(
     block_tables: Sequence[Sequence[int]],
     scale: float,
     window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of ragged queries `[T, heads, head_dim]` over the pool, one query at a time, in float64."""
     block_size = pool.shape[4]
@@ -87,5 +89,10 @@ def paged_attention(
             for head in range(num_heads):
                 kv_head = head // (num_heads // kv_heads)
                 scores = keys[kv_head, start : position + 1] @ query[row, head].double() * scale
-                output[row, head] = scores.softmax(-1) @ values[kv_head, start : position + 1]
+                if soft_cap is not None:
+                    scores = (scores / soft_cap).tanh() * soft_cap
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks[head : head + 1].double()])
+                weights = scores.softmax(-1)[: position + 1 - start]
+                output[row, head] = weights @ values[kv_head, start : position + 1]
     return output

@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 
+from bench.cli import app as bench
 from engine.errors import ConfigError
 from pdserve import tether
 from pdserve.options import (
@@ -155,6 +156,9 @@ def health(
         print(f"pdserve: {problem}", file=sys.stderr)
         return 1
     return 0
+
+
+app.add_typer(bench)
 
 
 @app.command()

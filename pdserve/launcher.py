@@ -48,7 +48,17 @@ WARM_UP_TIMEOUT_S = 120.0
 ECHO_S = 1.0
 
 _REDIS_TIMEOUT_S = 3.0
-_NODE_FLAGS = ("dtype", "device", "block_size", "num_blocks", "kv_memory", "max_num_batched_tokens", "max_num_seqs")
+_NODE_FLAGS = (
+    "dtype",
+    "device",
+    "block_size",
+    "num_blocks",
+    "kv_memory",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "scheduling_policy",
+)
+_FLAGS_OF_ROLE = {"prefill": (), "decode": ("swap_space", "itl_bound_ms")}
 _EVERY_ROLE_FLAGS = ("log_level", "max_model_len", "progress_deadline", "drain_timeout", "seed")
 _ROUTER_FLAGS = ("host", "local_prefill_threshold", "max_waiting_requests")
 
@@ -157,7 +167,8 @@ def make_plan(options: ServeOptions, config: RouterConfig, files: ModelFiles, ru
     def node(role: str, index: int, port: int) -> tuple[str, list[str]]:
         name = f"{role}-{index}"
         own = ["--host", LOOPBACK, "--port", str(port), "--node-id", name, "--threads", str(threads)]
-        return name, _pdserve(role, str(files.folder), *own, *everywhere, *_flags(options, _NODE_FLAGS))
+        flags = _flags(options, (*_NODE_FLAGS, *_FLAGS_OF_ROLE[role]))
+        return name, _pdserve(role, str(files.folder), *own, *everywhere, *flags)
 
     router_flags = ["--port", str(http_port), "--grpc-port", grpc_port, *_flags(options, _ROUTER_FLAGS)]
     for name in names:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import typer
 import yaml
@@ -24,6 +24,7 @@ from engine.config import EngineConfig, NodeConfig
 from engine.errors import ConfigError
 from pdserve.addresses import WILDCARDS, advertise_host_for
 from prefill_node.config import PrefillConfig
+from prefill_node.scheduler import SchedulingPolicy
 from router.config import RouterConfig
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -155,6 +156,13 @@ class EngineOptions(CommonOptions):
     )
     max_num_batched_tokens: int = option(512, "Tokens that one step may compute.", LIMITS)
     max_num_seqs: int = option(32, "Sequences that one step may hold.", LIMITS)
+    scheduling_policy: str = option(
+        "priority",
+        "'priority' takes requests of a lower `priority` first, and short prompts before long ones, starving nobody; "
+        "'fcfs' takes them in order of arrival.",
+        LIMITS,
+        metavar="POLICY",
+    )
 
     def engine_config(self, *, num_threads: int | None) -> EngineConfig:
         """Raises BadParameter naming the flag that is wrong."""
@@ -172,6 +180,21 @@ class EngineOptions(CommonOptions):
                 num_threads=num_threads,
                 seed=self.seed or 0,
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeLimitOptions:
+    """What bounds a decode node alone."""
+
+    swap_space: float = option(
+        1.0, "Host memory for the KV of preempted sequences; with 0 it is computed again.", LIMITS, metavar="GIB"
+    )
+    itl_bound_ms: float = option(
+        100.0,
+        "How long prompts that a decode node computes may make a step, when streams wait for it.",
+        LIMITS,
+        metavar="MS",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -302,11 +325,13 @@ class PrefillOptions(NodeOptions):
         """Raises BadParameter naming the flag that is wrong."""
         node = self.node_config()
         with _naming_flags():
-            return PrefillConfig(node=node, lease_s=self.lease)
+            # Checked there.
+            policy = cast(SchedulingPolicy, self.scheduling_policy)
+            return PrefillConfig(node=node, lease_s=self.lease, scheduling_policy=policy)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeOptions(NodeOptions):
+class DecodeOptions(NodeOptions, DecodeLimitOptions):
     """Flags of `pdserve decode`."""
 
     shared_memory: bool = option(True, "Let prefill nodes of this host write straight into the pool.", CLUSTER)
@@ -315,11 +340,17 @@ class DecodeOptions(NodeOptions):
         """Raises BadParameter naming the flag that is wrong."""
         node = self.node_config()
         with _naming_flags():
-            return DecodeConfig(node=node, shared_memory=self.shared_memory)
+            return DecodeConfig(
+                node=node,
+                shared_memory=self.shared_memory,
+                scheduling_policy=self.scheduling_policy,
+                itl_bound_ms=self.itl_bound_ms,
+                swap_space_gib=self.swap_space,
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions(FrontOptions, EngineOptions):
+class ServeOptions(FrontOptions, EngineOptions, DecodeLimitOptions):
     """Flags of `pdserve serve`."""
 
     prefill_nodes: int = option(1, "Prefill nodes; with 0 the decode nodes prefill too.", CLUSTER, min=0, max=64)
@@ -339,6 +370,7 @@ _FLAG_OF_FIELD = {
     "progress_deadline_s": "--progress-deadline",
     "drain_timeout_s": "--drain-timeout",
     "lease_s": "--lease",
+    "swap_space_gib": "--swap-space",
     "served_model_names": "--served-model-name",
     "api_keys": "--api-key",
 }

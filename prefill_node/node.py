@@ -73,13 +73,13 @@ class PrefillNode:
             max_num_batched_tokens=engine.max_num_batched_tokens,
             max_num_seqs=engine.max_num_seqs,
             max_ungranted=config.max_ungranted,
+            policy=config.scheduling_policy,
         )
         self.step_loop: StepLoop[PrefillDecision, list[ChunkResult]] = StepLoop(
             decide=self._decide, run=self._run, commit=self._commit, fail=self._fail
         )
         self._config = config
         self._runner = runner
-        self._device = torch.device(engine.device)
         self._peer_pools = PeerPools()
         self._senders: dict[AttemptId, HandoffSender] = {}
         self._by_job: dict[PrefillJob, HandoffSender] = {}
@@ -229,7 +229,7 @@ class PrefillNode:
             )
             for chunk in decision.chunks
         ]
-        batch = build_batch(slices, block_size=self.layout.block_size, device=self._device)
+        batch = build_batch(slices, block_size=self.layout.block_size)
         logits = self._runner.run(batch, on_layer=lambda layer: self.step_loop.record_progress())
         results: list[ChunkResult] = []
         row = 0
@@ -315,6 +315,7 @@ class PrefillNode:
             sequence_indices=tuple(indices),
             block_hashes=hash_chain(root, token_ids, self.layout.block_size),
             peer=(message.decode_node.node_id, message.decode_node.epoch),
+            priority=message.priority,
         )
 
     async def _show_progress(self) -> None:

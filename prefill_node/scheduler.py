@@ -1,29 +1,53 @@
 """Decides which prompts a prefill step computes. Knows no tensors, no network and no clock.
 
-Queues, in order, and what moves a job on:
+Queues, and what moves a job on:
 
-    waiting    in arrival order; moves when blocks for the whole prompt are free, its decode node has left few enough
-               results ungranted and a step has tokens left in its budget
-    computing  gets a chunk per step, oldest first, until every token is computed
+    waiting    moves when it is its turn (below), blocks for the whole prompt are free, its decode node has left few
+               enough results ungranted, and no job is computing the next block of its prefix
+    computing  gets chunks until every token is computed; what it will compute is claimed, so that nobody else does
     computed   keeps its blocks until its hand-off says `finish` (committed, failed or cancelled)
 
     blocks of a job:  | cached prefix (shared) | computed by this job | still to compute |
                       0                 cached_tokens            num_computed         num_tokens
+
+Whose turn it is, with policy `priority`:
+
+    1. the job that came first, however urgent, gets at least a quarter of the step, so that none starves: a job is
+       computed after at most (its tokens and those of the jobs before it) / quarter steps, plus one for each of these
+    2. of the most urgent class that can be computed, the jobs with the least left to compute get what they need to end,
+       while there is room
+    3. what is left goes to those of the class that do not end in this step, and to the first: all of it, or a quarter
+       when some prompt does end, so that a long prompt does not hold up the first tokens of others
+
+With policy `fcfs` jobs are computed in order of arrival, each step filled. Blocks: a job that finds too few free is
+overtaken by later ones until they have started as many tokens as it has; then nobody starts before it.
+
+A waiting job whose next block is claimed waits for it, and its claimant counts as urgent, as old and as short as the
+most pressing of those who wait for it. When the claimant is stopped, they go on from the blocks that it has filled.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import itertools
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from engine.block_pool import BlockPool, NoFreeBlocks
 from engine.ids import AttemptId, BlockHash, BlockId
 from engine.kv_layout import KvLayout
 from engine.sampling_params import SamplingParams
 
+SchedulingPolicy = Literal["fcfs", "priority"]
+
 _MAX_UNGRANTED_SHARE = 0.5
 """Of the pool, for results that one decode node has no room for yet."""
+
+_SHARES = 4
+"""One of so many parts of a step belongs to the oldest job."""
+
+_arrivals = itertools.count()
 
 
 @dataclass(slots=True, eq=False)
@@ -38,8 +62,12 @@ class PrefillJob:
         sequence_indices: for which sequences.
         block_hashes: of every full block.
         peer: the decode node that asked, by id and epoch.
+        priority: lower is more urgent.
+        arrival: place in line.
         num_computed: tokens whose K/V lies in the pool.
         cached_tokens: how many of those came from the prefix cache.
+        known_blocks: leading blocks that were in the prefix cache when last looked at, before it started.
+        overtaken_tokens: tokens of jobs that started while this one found too few free blocks.
         block_ids: empty until started.
         is_running: a step that holds it is on the device.
         is_finished: the hand-off is over; blocks go back once no step holds it.
@@ -54,8 +82,12 @@ class PrefillJob:
     sequence_indices: tuple[int, ...]
     block_hashes: list[BlockHash]
     peer: tuple[str, int] = ("", 0)
+    priority: int = 0
+    arrival: int = field(default_factory=lambda: next(_arrivals))
     num_computed: int = 0
     cached_tokens: int = 0
+    known_blocks: int = 0
+    overtaken_tokens: int = 0
     block_ids: list[BlockId] = field(default_factory=list)
     is_running: bool = False
     is_finished: bool = False
@@ -66,6 +98,11 @@ class PrefillJob:
     def num_tokens(self) -> int:
         """All tokens to compute."""
         return len(self.token_ids)
+
+    @property
+    def is_started(self) -> bool:
+        """Whether it has its blocks."""
+        return bool(self.block_ids)
 
     @property
     def is_computed(self) -> bool:
@@ -95,8 +132,42 @@ class PrefillDecision:
     started: tuple[PrefillJob, ...]
 
 
+class _Rank(NamedTuple):
+    """How pressing a job is."""
+
+    priority: int
+    arrival: int
+    work: int
+
+    def least(self, other: _Rank) -> _Rank:
+        """The rank of a job for which another one waits."""
+        return _Rank(*map(min, self, other))
+
+
+@dataclass(slots=True)
+class _Round:
+    """Books of one decision.
+
+    Attributes:
+        ungranted: by decode node, jobs that it has not granted yet.
+        ungranted_blocks: by decode node, the blocks of these; what they share counts once.
+        started: jobs that began.
+        blocked: jobs that found too few free blocks.
+    """
+
+    ungranted: Counter[tuple[str, int]] = field(default_factory=Counter)
+    ungranted_blocks: defaultdict[tuple[str, int], set[BlockId]] = field(default_factory=lambda: defaultdict(set))
+    started: list[PrefillJob] = field(default_factory=list)
+    blocked: list[PrefillJob] = field(default_factory=list)
+
+    def note_ungranted(self, job: PrefillJob) -> None:
+        """A started job for which its decode node has no blocks yet."""
+        self.ungranted[job.peer] += 1
+        self.ungranted_blocks[job.peer].update(job.block_ids)
+
+
 class PrefillScheduler:
-    """First come, first served, in chunks, batched over jobs.
+    """Shares steps out among prompts.
 
     Args:
         pool: owner of the block ids.
@@ -104,6 +175,7 @@ class PrefillScheduler:
         max_num_batched_tokens: token budget of a step.
         max_num_seqs: chunks in a step.
         max_ungranted: started jobs of one decode node without its grant, at which no more of its jobs are started.
+        policy: whose turn it is.
     """
 
     def __init__(
@@ -114,15 +186,18 @@ class PrefillScheduler:
         max_num_batched_tokens: int,
         max_num_seqs: int,
         max_ungranted: int,
+        policy: SchedulingPolicy = "priority",
     ) -> None:
         self._pool = pool
         self._layout = layout
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_seqs = max_num_seqs
         self._max_ungranted = max_ungranted
-        self._waiting: deque[PrefillJob] = deque()
+        self._policy = policy
+        self._waiting: list[PrefillJob] = []
         self._computing: list[PrefillJob] = []
         self._computed: set[PrefillJob] = set()
+        self._claims: dict[BlockHash, PrefillJob] = {}
 
     @property
     def num_waiting(self) -> int:
@@ -136,8 +211,8 @@ class PrefillScheduler:
 
     @property
     def waiting_tokens(self) -> int:
-        """Tokens that are still to be computed for everything accepted."""
-        return sum(job.num_tokens - job.num_computed for job in (*self._waiting, *self._computing))
+        """Tokens that are still to be computed for everything accepted, as far as known."""
+        return sum(self._work(job) for job in (*self._waiting, *self._computing))
 
     @property
     def num_leases(self) -> int:
@@ -150,32 +225,23 @@ class PrefillScheduler:
 
     def decide(self) -> PrefillDecision | None:
         """Choose the chunks of the next step; reserves blocks for the jobs it starts. None: nothing to compute."""
-        budget = self._max_num_batched_tokens
-        chunks: list[Chunk] = []
-        started: list[PrefillJob] = []
-        for job in self._computing:
-            if budget == 0 or len(chunks) == self._max_num_seqs:
-                break
-            if job.is_unwanted:
-                continue
-            chunks.append(self._chunk(job, budget))
-            budget -= chunks[-1].length
-        for job in list(self._waiting):
-            if budget == 0 or len(chunks) == self._max_num_seqs:
-                break
-            if not self._may_start(job):
-                continue
-            if not self._start(job):
-                break
-            self._waiting.remove(job)
-            started.append(job)
-            chunks.append(self._chunk(job, budget))
-            budget -= chunks[-1].length
-        if not chunks:
+        round_ = _Round()
+        for job in (*self._computing, *self._computed):
+            if job.is_ungranted:
+                round_.note_ungranted(job)
+        ranks = self._ranks(round_)
+        by_age = sorted(ranks, key=lambda job: ranks[job].arrival)
+        oldest = next((job for job in by_age if self._begin(job, round_)), None)
+        if oldest is None:
             return None
-        for chunk in chunks:
-            chunk.job.is_running = True
-        return PrefillDecision(tuple(chunks), tuple(started))
+        for urgency in sorted({rank.priority for rank in ranks.values()}):
+            of_class = {job: ranks[job] for job in by_age if ranks[job].priority == urgency}
+            chunks = self._share_out(of_class, oldest, round_)
+            if chunks:
+                for chunk in chunks:
+                    chunk.job.is_running = True
+                return PrefillDecision(tuple(chunks), tuple(round_.started))
+        return None
 
     def commit(self, decision: PrefillDecision) -> None:
         """The step is done: advance counters, make full blocks findable, let go of what ended meanwhile."""
@@ -186,6 +252,7 @@ class PrefillScheduler:
             full_blocks = job.num_computed // self._layout.block_size
             for index in range(chunk.start // self._layout.block_size, full_blocks):
                 self._pool.publish(job.block_ids[index], job.block_hashes[index])
+                self._unclaim(job, job.block_hashes[index])
             if job.is_finished:
                 self._drop(job)
             elif job.is_computed:
@@ -202,6 +269,8 @@ class PrefillScheduler:
     def stop(self, job: PrefillJob) -> None:
         """The hand-off has ended: compute no more of it, so that no other job meets it in a step. `finish` follows."""
         job.is_unwanted = True
+        for block_hash in job.block_hashes:
+            self._unclaim(job, block_hash)
         if job in self._waiting:
             self._waiting.remove(job)
 
@@ -209,6 +278,7 @@ class PrefillScheduler:
         """The hand-off is over, however it ended. Blocks go back now, or when the step that holds them returns."""
         if job.is_finished:
             return
+        self.stop(job)
         job.is_finished = True
         if not job.is_running:
             self._drop(job)
@@ -220,33 +290,128 @@ class PrefillScheduler:
             assert not job.block_ids, "a waiting job holds blocks"
         for job in (*self._computing, *self._computed):
             assert len(job.block_ids) == self._layout.blocks_for(job.num_tokens), "a job lost blocks"
+        for block_hash, job in self._claims.items():
+            assert job in self._computing and not job.is_unwanted, "a claim of a job that computes nothing"
+            index = job.block_hashes.index(block_hash)
+            assert index >= job.num_computed // self._layout.block_size, "a claim of a block that is computed"
 
-    def _may_start(self, job: PrefillJob) -> bool:
+    # -- whose turn it is -----------------------------------------------------------------------------------
+
+    def _ranks(self, round_: _Round) -> dict[PrefillJob, _Rank]:
+        """Every job that could be in the next step, and how pressing it is."""
+        ranks = {job: self._rank(job) for job in self._computing if not job.is_unwanted}
+        for job in self._waiting:
+            claimant = self._claimant(job)
+            if not self._may_start(job, round_):
+                continue
+            ranks[claimant or job] = self._rank(job) if claimant is None else ranks[claimant].least(self._rank(job))
+        return ranks
+
+    def _rank(self, job: PrefillJob) -> _Rank:
+        return _Rank(0 if self._policy == "fcfs" else job.priority, job.arrival, self._work(job))
+
+    def _work(self, job: PrefillJob) -> int:
+        """Tokens still to compute; before the start, what lies in the prefix cache counts as computed."""
+        return job.num_tokens - (job.num_computed or job.known_blocks * self._layout.block_size)
+
+    def _share_out(self, ranks: dict[PrefillJob, _Rank], oldest: PrefillJob, round_: _Round) -> list[Chunk]:
+        """Chunks for jobs of one class, given by age, and for the oldest of all, as said at the top of this file.
+
+        Starts those it chooses; none when nothing of the class can be computed.
+        """
+        is_fcfs = self._policy == "fcfs"
+        left = self._max_num_batched_tokens
+        quarter = left if is_fcfs else max(1, left // _SHARES)
+        kept = min(quarter, self._work(oldest))
+        lengths: dict[PrefillJob, int] = {}
+        longer: list[PrefillJob] = []
+        for job in ranks if is_fcfs else sorted(ranks, key=lambda job: ranks[job].work):
+            is_kept = job is not oldest and oldest not in lengths
+            room = left - kept * is_kept
+            has_place = len(lengths) + is_kept < self._max_num_seqs
+            # Looked at again after it has begun: some of its prefix may have been evicted.
+            if has_place and self._work(job) <= room and self._begin(job, round_) and self._work(job) <= room:
+                lengths[job] = self._work(job)
+                left -= lengths[job]
+            else:
+                longer.append(job)
+                if is_fcfs:
+                    break
+        if lengths:
+            left = min(left, quarter)
+        # Of those that do not end in this step: the oldest gets its part, and the one nearest to its end the rest.
+        is_oldest_left = oldest not in lengths
+        if not (lengths and is_oldest_left):
+            for job in longer:
+                limit = left if job is oldest or not is_oldest_left else left - kept
+                if limit < 1 or len(lengths) + (is_oldest_left and job is not oldest) >= self._max_num_seqs:
+                    break
+                if self._begin(job, round_):
+                    lengths[job] = min(limit, self._work(job))
+                    left -= lengths[job]
+                    break
+        if not lengths and oldest not in ranks:
+            return []
+        if is_oldest_left and oldest not in lengths:
+            lengths[oldest] = min(left, self._work(oldest))
+        return [Chunk(job, job.num_computed, length) for job, length in lengths.items()]
+
+    # -- who may begin --------------------------------------------------------------------------------------
+
+    def _may_start(self, job: PrefillJob, round_: _Round) -> bool:
         """Whether its decode node has not too much waiting here already; others are not held up by one that is full."""
-        ungranted = [
-            other for other in (*self._computing, *self._computed) if other.is_ungranted and other.peer == job.peer
-        ]
-        blocks = sum(len(other.block_ids) for other in ungranted) + self._layout.blocks_for(job.num_tokens)
-        return not ungranted or (
-            len(ungranted) < self._max_ungranted and blocks <= self._pool.counts.total * _MAX_UNGRANTED_SHARE
-        )
+        count = round_.ungranted[job.peer]
+        blocks = len(round_.ungranted_blocks[job.peer]) + self._layout.blocks_for(job.num_tokens) - job.known_blocks
+        return not count or (count < self._max_ungranted and blocks <= self._pool.counts.total * _MAX_UNGRANTED_SHARE)
 
-    def _start(self, job: PrefillJob) -> bool:
-        # A hit never covers the last token, whose logits are needed; prompt log probabilities need every token's.
-        reusable = (job.num_tokens - 1) // self._layout.block_size if job.sampling.prompt_logprobs is None else 0
+    def _claimant(self, job: PrefillJob) -> PrefillJob | None:
+        """Who computes the next block of a waiting job's prefix now; looks how far the prefix cache has got."""
+        reusable = self._reusable_blocks(job)
+        hashes = job.block_hashes
+        while job.known_blocks < reusable and self._pool.peek(hashes[job.known_blocks : job.known_blocks + 1]):
+            job.known_blocks += 1
+        return self._claims.get(hashes[job.known_blocks]) if job.known_blocks < reusable else None
+
+    def _begin(self, job: PrefillJob, round_: _Round) -> bool:
+        """Whether it has its blocks, now or already."""
+        if job.is_started:
+            return True
+        if job in round_.blocked or not self._may_start(job, round_):
+            return False
+        if any(other.overtaken_tokens >= other.num_tokens for other in round_.blocked):
+            return False
+        reusable = self._reusable_blocks(job)
         cached = self._pool.match(job.block_hashes[:reusable])
+        job.known_blocks = len(cached)
+        if len(cached) < reusable and job.block_hashes[len(cached)] in self._claims:
+            self._pool.release(cached)
+            return False
         try:
             fresh = self._pool.allocate(self._layout.blocks_for(job.num_tokens) - len(cached))
         except NoFreeBlocks:
             self._pool.release(cached)
+            round_.blocked.append(job)
             return False
         job.block_ids = [*cached, *fresh]
         job.num_computed = job.cached_tokens = len(cached) * self._layout.block_size
+        self._waiting.remove(job)
         self._computing.append(job)
+        for block_hash in job.block_hashes[len(cached) :]:
+            self._claims.setdefault(block_hash, job)
+        for other in round_.blocked:
+            other.overtaken_tokens += job.num_tokens
+        if job.is_ungranted:
+            round_.note_ungranted(job)
+        round_.started.append(job)
         return True
 
-    def _chunk(self, job: PrefillJob, budget: int) -> Chunk:
-        return Chunk(job, job.num_computed, min(budget, job.num_tokens - job.num_computed))
+    def _reusable_blocks(self, job: PrefillJob) -> int:
+        # A hit never covers the last token, whose logits are needed; prompt log probabilities need every token's.
+        return (job.num_tokens - 1) // self._layout.block_size if job.sampling.prompt_logprobs is None else 0
+
+    def _unclaim(self, job: PrefillJob, block_hash: BlockHash) -> None:
+        if self._claims.get(block_hash) is job:
+            del self._claims[block_hash]
 
     def _drop(self, job: PrefillJob) -> None:
         if job in self._computed:

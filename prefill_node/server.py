@@ -9,8 +9,8 @@ import grpc
 
 from engine.errors import PdserveError
 from engine.faults import Faults
-from engine.model_runner import ModelRunner
 from engine.model_store import resolve_model
+from engine.runners import make_runner
 from kv_transfer.node_host import NodeProcess, describe, run_node
 from kv_transfer.processes import process_start_ticks
 from kv_transfer.wire import error_to_wire
@@ -67,7 +67,7 @@ def run(config: PrefillConfig) -> int:
     async def start(process: NodeProcess) -> PrefillNode:
         faults = Faults.from_env()
         files = await asyncio.to_thread(resolve_model, config.node.engine.model)
-        runner = await asyncio.to_thread(ModelRunner, config.node.engine, files)
+        runner = await asyncio.to_thread(make_runner, config.node.engine, files)
         description = describe(config.node, runner, pb.ROLE_PREFILL, process, [pb.TRANSPORT_KIND_GRPC])
         node = PrefillNode(config, runner, description, faults)
         worker_pb2_grpc.add_PrefillServiceServicer_to_server(PrefillService(node), process.server)

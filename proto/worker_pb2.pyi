@@ -161,7 +161,7 @@ class TransferCounts(_message.Message):
     def __init__(self, started: _Optional[int] = ..., committed: _Optional[int] = ..., failed: _Optional[int] = ..., aborted: _Optional[int] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("identity", "state", "blocks", "transfers", "leases", "in_flight", "running_sequences", "waiting_sequences", "waiting_tokens", "last_step_age_s", "steps", "prefill_tokens_computed", "prefill_tokens_cached", "tokens_generated", "preemptions", "local_prefills", "messages_ignored", "kv_bytes", "prefill_tokens_per_s", "failures")
+    __slots__ = ("identity", "state", "blocks", "transfers", "leases", "in_flight", "running_sequences", "waiting_sequences", "waiting_tokens", "last_step_age_s", "steps", "prefill_tokens_computed", "prefill_tokens_cached", "tokens_generated", "preemptions", "local_prefills", "messages_ignored", "kv_bytes", "prefill_tokens_per_s", "failures", "unused_slots", "reserved_blocks", "swaps", "swap_bytes", "expected_output_tokens")
     class FailuresEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -189,6 +189,11 @@ class NodeStatus(_message.Message):
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
+    UNUSED_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    RESERVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SWAPS_FIELD_NUMBER: _ClassVar[int]
+    SWAP_BYTES_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     identity: NodeIdentity
     state: NodeState
     blocks: BlockCounts
@@ -209,7 +214,12 @@ class NodeStatus(_message.Message):
     kv_bytes: int
     prefill_tokens_per_s: float
     failures: _containers.ScalarMap[str, int]
-    def __init__(self, identity: _Optional[_Union[NodeIdentity, _Mapping]] = ..., state: _Optional[_Union[NodeState, str]] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., transfers: _Optional[_Union[TransferCounts, _Mapping]] = ..., leases: _Optional[int] = ..., in_flight: _Optional[int] = ..., running_sequences: _Optional[int] = ..., waiting_sequences: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., last_step_age_s: _Optional[float] = ..., steps: _Optional[int] = ..., prefill_tokens_computed: _Optional[int] = ..., prefill_tokens_cached: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., preemptions: _Optional[int] = ..., local_prefills: _Optional[int] = ..., messages_ignored: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., failures: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    unused_slots: int
+    reserved_blocks: int
+    swaps: int
+    swap_bytes: int
+    expected_output_tokens: float
+    def __init__(self, identity: _Optional[_Union[NodeIdentity, _Mapping]] = ..., state: _Optional[_Union[NodeState, str]] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., transfers: _Optional[_Union[TransferCounts, _Mapping]] = ..., leases: _Optional[int] = ..., in_flight: _Optional[int] = ..., running_sequences: _Optional[int] = ..., waiting_sequences: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., last_step_age_s: _Optional[float] = ..., steps: _Optional[int] = ..., prefill_tokens_computed: _Optional[int] = ..., prefill_tokens_cached: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., preemptions: _Optional[int] = ..., local_prefills: _Optional[int] = ..., messages_ignored: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., failures: _Optional[_Mapping[str, int]] = ..., unused_slots: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., swaps: _Optional[int] = ..., swap_bytes: _Optional[int] = ..., expected_output_tokens: _Optional[float] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("interval_s",)
@@ -340,8 +350,16 @@ class PrefillTarget(_message.Message):
     address: str
     def __init__(self, identity: _Optional[_Union[NodeIdentity, _Mapping]] = ..., address: _Optional[str] = ...) -> None: ...
 
+class BeamSearch(_message.Message):
+    __slots__ = ("width", "length_penalty")
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    LENGTH_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    width: int
+    length_penalty: float
+    def __init__(self, width: _Optional[int] = ..., length_penalty: _Optional[float] = ...) -> None: ...
+
 class StartAttempt(_message.Message):
-    __slots__ = ("attempt_id", "request_id", "decode_node", "deadline_ms", "prompt_token_ids", "sampling", "sequences", "prefill_nodes", "tenant_salt", "local_prefill_threshold")
+    __slots__ = ("attempt_id", "request_id", "decode_node", "deadline_ms", "prompt_token_ids", "sampling", "sequences", "prefill_nodes", "tenant_salt", "local_prefill_threshold", "priority", "beam_search")
     ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     DECODE_NODE_FIELD_NUMBER: _ClassVar[int]
@@ -352,6 +370,8 @@ class StartAttempt(_message.Message):
     PREFILL_NODES_FIELD_NUMBER: _ClassVar[int]
     TENANT_SALT_FIELD_NUMBER: _ClassVar[int]
     LOCAL_PREFILL_THRESHOLD_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    BEAM_SEARCH_FIELD_NUMBER: _ClassVar[int]
     attempt_id: str
     request_id: str
     decode_node: NodeIdentity
@@ -362,7 +382,9 @@ class StartAttempt(_message.Message):
     prefill_nodes: _containers.RepeatedCompositeFieldContainer[PrefillTarget]
     tenant_salt: bytes
     local_prefill_threshold: int
-    def __init__(self, attempt_id: _Optional[str] = ..., request_id: _Optional[str] = ..., decode_node: _Optional[_Union[NodeIdentity, _Mapping]] = ..., deadline_ms: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[SequenceStart, _Mapping]]] = ..., prefill_nodes: _Optional[_Iterable[_Union[PrefillTarget, _Mapping]]] = ..., tenant_salt: _Optional[bytes] = ..., local_prefill_threshold: _Optional[int] = ...) -> None: ...
+    priority: int
+    beam_search: BeamSearch
+    def __init__(self, attempt_id: _Optional[str] = ..., request_id: _Optional[str] = ..., decode_node: _Optional[_Union[NodeIdentity, _Mapping]] = ..., deadline_ms: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., sequences: _Optional[_Iterable[_Union[SequenceStart, _Mapping]]] = ..., prefill_nodes: _Optional[_Iterable[_Union[PrefillTarget, _Mapping]]] = ..., tenant_salt: _Optional[bytes] = ..., local_prefill_threshold: _Optional[int] = ..., priority: _Optional[int] = ..., beam_search: _Optional[_Union[BeamSearch, _Mapping]] = ...) -> None: ...
 
 class CancelAttempt(_message.Message):
     __slots__ = ("attempt_id", "sequence_index")
@@ -449,7 +471,7 @@ class SharedMemoryOffer(_message.Message):
     def __init__(self, boot_id: _Optional[str] = ..., pid: _Optional[int] = ..., pid_start_ticks: _Optional[int] = ..., fd: _Optional[int] = ..., size_bytes: _Optional[int] = ..., nonce: _Optional[bytes] = ...) -> None: ...
 
 class OpenHandoff(_message.Message):
-    __slots__ = ("attempt_id", "request_id", "decode_node", "prefill_node", "deadline_ms", "fingerprint", "token_ids", "prompt_length", "sampling", "sequence_indices", "tenant_salt", "blocks_held", "transports", "shared_memory")
+    __slots__ = ("attempt_id", "request_id", "decode_node", "prefill_node", "deadline_ms", "fingerprint", "token_ids", "prompt_length", "sampling", "sequence_indices", "tenant_salt", "blocks_held", "transports", "shared_memory", "priority")
     ATTEMPT_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     DECODE_NODE_FIELD_NUMBER: _ClassVar[int]
@@ -464,6 +486,7 @@ class OpenHandoff(_message.Message):
     BLOCKS_HELD_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     SHARED_MEMORY_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     attempt_id: str
     request_id: str
     decode_node: NodeIdentity
@@ -478,7 +501,8 @@ class OpenHandoff(_message.Message):
     blocks_held: int
     transports: _containers.RepeatedScalarFieldContainer[TransportKind]
     shared_memory: SharedMemoryOffer
-    def __init__(self, attempt_id: _Optional[str] = ..., request_id: _Optional[str] = ..., decode_node: _Optional[_Union[NodeIdentity, _Mapping]] = ..., prefill_node: _Optional[_Union[NodeIdentity, _Mapping]] = ..., deadline_ms: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., sequence_indices: _Optional[_Iterable[int]] = ..., tenant_salt: _Optional[bytes] = ..., blocks_held: _Optional[int] = ..., transports: _Optional[_Iterable[_Union[TransportKind, str]]] = ..., shared_memory: _Optional[_Union[SharedMemoryOffer, _Mapping]] = ...) -> None: ...
+    priority: int
+    def __init__(self, attempt_id: _Optional[str] = ..., request_id: _Optional[str] = ..., decode_node: _Optional[_Union[NodeIdentity, _Mapping]] = ..., prefill_node: _Optional[_Union[NodeIdentity, _Mapping]] = ..., deadline_ms: _Optional[int] = ..., fingerprint: _Optional[_Union[Fingerprint, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., sequence_indices: _Optional[_Iterable[int]] = ..., tenant_salt: _Optional[bytes] = ..., blocks_held: _Optional[int] = ..., transports: _Optional[_Iterable[_Union[TransportKind, str]]] = ..., shared_memory: _Optional[_Union[SharedMemoryOffer, _Mapping]] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class Grant(_message.Message):
     __slots__ = ("block_ids",)

@@ -68,6 +68,23 @@ class ClusterCollector(Collector):
         )
         local = CounterMetricFamily("pdserve:local_prefills", "Prompts computed by a decode node.", labels=labels)
         preemptions = CounterMetricFamily("vllm:num_preemptions", "Preemptions.", labels=labels)
+        swaps = CounterMetricFamily(
+            "pdserve:preemptions_swapped", "Preemptions that kept a copy of the KV in host memory.", labels=labels
+        )
+        unused = GaugeMetricFamily(
+            "pdserve:kv_slots_unused",
+            "Slots of the blocks of running sequences without a token in them.",
+            labels=labels,
+        )
+        reserved = GaugeMetricFamily(
+            "pdserve:kv_blocks_reserved", "Blocks promised to hand-offs that have not committed.", labels=labels
+        )
+        expected = GaugeMetricFamily(
+            "pdserve:expected_output_tokens", "Tokens that a node expects of a new sequence.", labels=labels
+        )
+        prompt_tokens = CounterMetricFamily(
+            "pdserve:node_prompt_tokens", "Prompt tokens by where they came from.", labels=(*labels, "source")
+        )
         in_flight = GaugeMetricFamily("pdserve:node_in_flight", "Work of this router on the node.", labels=labels)
         state = GaugeMetricFamily("pdserve:node_state", "1 for the state a node is in.", labels=(*labels, "state"))
         now = self._clock()
@@ -90,7 +107,14 @@ class ClusterCollector(Collector):
             kv_bytes.add_metric(values, status.kv_bytes)
             local.add_metric(values, status.local_prefills)
             preemptions.add_metric(values, status.preemptions)
+            swaps.add_metric(values, status.swaps)
+            unused.add_metric(values, status.unused_slots)
+            reserved.add_metric(values, status.reserved_blocks)
+            expected.add_metric(values, status.expected_output_tokens)
+            prompt_tokens.add_metric((*values, "computed"), status.prefill_tokens_computed)
+            prompt_tokens.add_metric((*values, "cached"), status.prefill_tokens_cached)
         yield from (running, waiting, usage, transfers, failures, kv_bytes, local, preemptions, in_flight, state)
+        yield from (swaps, unused, reserved, expected, prompt_tokens)
 
     def _router_families(self) -> Iterator[Metric]:
         cluster, labels, values = self._cluster, ("model_name",), (self._model_name,)

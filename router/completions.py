@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from engine.errors import InvalidRequest
@@ -39,8 +40,10 @@ class CompletionJob(OpenAiJob):
             max_tokens=1 if body.is_prompt_only else body.max_tokens,
             max_tokens_param="max_tokens",
             default_max_tokens=16,
-            logprobs=body.logprobs,
+            # Without log probabilities nobody knows which are the best.
+            logprobs=0 if body.logprobs is None and body.chooses_best and not body.use_beam_search else body.logprobs,
             prompt_logprobs=body.logprobs if body.echo else None,
+            best_of=body.best_of,
         )
         if self._texts:
             prompts: Sequence[Sequence[int]] = await self.api.tokenize_texts(
@@ -91,9 +94,12 @@ class CompletionJob(OpenAiJob):
         return choice
 
     def whole(self, running: RunningRequest, choices: list[CollectedChoice]) -> Json:
-        answer = self.chunk(
-            running, [self._whole_choice(running, index, choice) for index, choice in enumerate(choices)]
-        )
+        made = running.params.num_sequences
+        shown: list[Json] = []
+        for prompt_index in range(len(running.requests)):
+            for choice in best_choices(choices[prompt_index * made : (prompt_index + 1) * made], self.body.n):
+                shown.append(self._whole_choice(running, len(shown), choice))
+        answer = self.chunk(running, shown)
         answer["usage"] = self.usage(running)
         return answer
 
@@ -170,6 +176,18 @@ class CompletionJob(OpenAiJob):
         self, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs], offsets: Sequence[int]
     ) -> CompletionLogprobs:
         return completion_logprobs(self.names, token_ids, logprobs, offsets, top=self.body.logprobs or 0)
+
+
+def best_choices(choices: list[CollectedChoice], count: int) -> list[CollectedChoice]:
+    """The `count` choices whose tokens have the highest mean log probability, best first; all of them as they are."""
+    if len(choices) == count:
+        return choices
+    return sorted(choices, key=_mean_logprob, reverse=True)[:count]
+
+
+def _mean_logprob(choice: CollectedChoice) -> float:
+    chosen = [position[0].logprob for position in choice.logprobs]
+    return sum(chosen) / len(chosen) if chosen else -math.inf
 
 
 def _joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:

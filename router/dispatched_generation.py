@@ -178,6 +178,7 @@ class DispatchedGeneration:
         sampling = request.sampling
         if sampling.prompt_logprobs is not None and self._has_all_prompt_logprobs():
             sampling = replace(sampling, prompt_logprobs=None)
+        beams = request.beam_search
         return pb.StartAttempt(
             attempt_id=attempt_id,
             request_id=request.request_id,
@@ -191,6 +192,10 @@ class DispatchedGeneration:
             ],
             tenant_salt=request.tenant_salt,
             local_prefill_threshold=local_prefill_threshold,
+            priority=request.priority,
+            beam_search=None
+            if beams is None
+            else pb.BeamSearch(width=beams.width, length_penalty=beams.length_penalty),
         )
 
     def note_placed(self, attempt: Attempt, indices: Sequence[int]) -> None:

@@ -13,6 +13,7 @@ from typing import Protocol
 from engine.ids import RequestId
 from engine.sampling_params import SamplingParams
 from engine.tokens import FinishReason, PositionLogprobs
+from router.beam_search import BeamSearch
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,8 @@ class GenerationRequest:
         prompt_token_ids: at least one, all within the vocabulary.
         sampling: `seed` is always set.
         num_sequences: n.
+        beam_search: search instead of sampling; sequence i is then the hypothesis of rank i, and comes in one delta.
+        priority: lower values go first, where nodes schedule by priority.
         tenant_salt: 16 bytes derived from the caller's key; empty without keys.
         deadline_s: seconds from now until the request must have ended.
     """
@@ -32,6 +35,8 @@ class GenerationRequest:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     num_sequences: int = 1
+    beam_search: BeamSearch | None = None
+    priority: int = 0
     tenant_salt: bytes = b""
     deadline_s: float = 600.0
 

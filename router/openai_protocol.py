@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, Strict, StrictBool, StrictStr
 
 from engine.errors import InvalidRequest
 from engine.sampling_params import MAX_LOGPROBS
+from router.beam_search import BeamSearch, check_fields, check_length_penalty
 from router.limits import check_depth
 from router.request_builder import GenerateParams
 
@@ -32,17 +33,15 @@ _RESERVED_TEMPLATE_NAMES = frozenset(
 _REFUSED_EVERYWHERE: Mapping[str, tuple[object, ...]] = {
     "allowed_token_ids": _EMPTY,
     "bad_words": _EMPTY,
+    "early_stopping": (False,),
     "guided_choice": _ANY_BUT_NULL,
     "guided_grammar": _ANY_BUT_NULL,
     "guided_json": _ANY_BUT_NULL,
     "guided_regex": _ANY_BUT_NULL,
-    "length_penalty": (1,),
     "logits_processors": _EMPTY,
-    "priority": (0,),
     "prompt_logprobs": _ANY_BUT_NULL,
     "structured_outputs": _ANY_BUT_NULL,
     "truncate_prompt_tokens": _ANY_BUT_NULL,
-    "use_beam_search": (False,),
 }
 
 
@@ -90,6 +89,9 @@ class GenerationBody(Body):
     frequency_penalty: Number | None = None
     seed: Int | None = None
     n: Int = 1
+    use_beam_search: StrictBool = False
+    length_penalty: Number = 1.0
+    priority: Int = 0
     max_tokens: Int | None = None
     min_tokens: Int | None = None
     stop: Any = None
@@ -119,6 +121,11 @@ class GenerationBody(Body):
         """Raise InvalidRequest for what no single field shows."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is allowed only with stream", param="stream_options")
+        if self.use_beam_search:
+            check_fields(dict(self))
+            check_length_penalty(self.length_penalty)
+        elif self.length_penalty != 1.0:
+            raise InvalidRequest("length_penalty is allowed only with use_beam_search", param="length_penalty")
 
     def generate_params(
         self,
@@ -128,6 +135,7 @@ class GenerationBody(Body):
         default_max_tokens: int | None,
         logprobs: int | None,
         prompt_logprobs: int | None = None,
+        best_of: int | None = None,
     ) -> GenerateParams:
         """The part of the body that says how to generate."""
         if self.top_k is not None and self.top_k < 1 and self.top_k != -1:
@@ -151,6 +159,9 @@ class GenerationBody(Body):
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
             n=self.n,
+            best_of=best_of,
+            beam_search=BeamSearch(best_of or self.n, self.length_penalty) if self.use_beam_search else None,
+            priority=self.priority,
             stop=_stop_strings(self.stop),
             include_stop_str=self.include_stop_str_in_output,
             skip_special_tokens=self.skip_special_tokens,
@@ -175,11 +186,20 @@ class CompletionBody(GenerationBody):
 
     def check(self) -> None:
         super().check()
-        if self.best_of is not None and self.best_of != self.n:
-            raise InvalidRequest("best_of is supported only when it equals n", param="best_of")
+        if self.best_of is not None and self.best_of < self.n:
+            raise InvalidRequest("best_of must be at least n", param="best_of")
+        if self.chooses_best and self.stream:
+            raise InvalidRequest(
+                "with stream, best_of must equal n: the best are not known before the end", param="best_of"
+            )
         _check_top("logprobs", self.logprobs)
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequest("max_tokens must be at least 1; 0 is allowed only with echo", param="max_tokens")
+
+    @property
+    def chooses_best(self) -> bool:
+        """Whether more is generated than shown."""
+        return self.best_of is not None and self.best_of > self.n
 
     @property
     def is_prompt_only(self) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from engine.errors import InvalidRequest
 from engine.ids import RequestId
 from engine.sampling_params import SamplingParams
+from router.beam_search import BeamSearch
 from router.generation import GenerationRequest, ModelLimits
 
 MAX_CHOICES_PER_PROMPT = 128
@@ -30,6 +31,9 @@ class GenerateParams:
         top_k: 0 keeps all tokens.
         seed: any 64-bit number, signed or not; None draws one.
         n: choices for each prompt.
+        best_of: choices to make for each prompt, of which the `n` best are shown; None makes `n`.
+        beam_search: search instead of sampling; its width takes the place of `best_of`.
+        priority: lower values go first; 0 is the usual one.
         stop: strings that end a choice.
         include_stop_str: keep the stop string in the text.
         skip_special_tokens: leave special tokens out of the text.
@@ -54,6 +58,9 @@ class GenerateParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     n: int = 1
+    best_of: int | None = None
+    beam_search: BeamSearch | None = None
+    priority: int = 0
     stop: tuple[str, ...] = ()
     include_stop_str: bool = False
     skip_special_tokens: bool = True
@@ -61,11 +68,27 @@ class GenerateParams:
     def __post_init__(self) -> None:
         if not 1 <= self.n <= MAX_CHOICES_PER_PROMPT:
             raise InvalidRequest(f"n must be between 1 and {MAX_CHOICES_PER_PROMPT}", param="n")
+        if not self.n <= self.num_made <= MAX_CHOICES_PER_PROMPT:
+            raise InvalidRequest(f"best_of must be between n and {MAX_CHOICES_PER_PROMPT}", param="best_of")
+        if not -(2**31) <= self.priority < 2**31:
+            raise InvalidRequest("priority must fit into 32 bits", param="priority")
         if self.max_tokens is not None and self.max_tokens < 1:
             raise InvalidRequest(f"{self.max_tokens_param} must be at least 1", param=self.max_tokens_param)
         if self.seed is not None and not -(2**63) <= self.seed < 2**64:
             raise InvalidRequest("seed must fit into 64 bits", param="seed")
         check_stop_strings(self.stop)
+
+    @property
+    def num_made(self) -> int:
+        """Sequences that run side by side for each prompt."""
+        if self.beam_search is not None:
+            return self.beam_search.width
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def num_sequences(self) -> int:
+        """Those of them whose tokens come back; a search keeps the others to itself."""
+        return self.n if self.beam_search is not None else self.num_made
 
 
 def check_stop_strings(stop: Sequence[str]) -> None:
@@ -117,8 +140,9 @@ def build_requests(
         raise InvalidRequest(f"{prompt_param} must hold at least one prompt", param=prompt_param)
     if len(prompts) > MAX_PROMPTS:
         raise InvalidRequest(f"{prompt_param} may hold at most {MAX_PROMPTS} prompts", param=prompt_param)
-    if len(prompts) * params.n > MAX_CHOICES:
-        raise InvalidRequest(f"n times the number of prompts must be at most {MAX_CHOICES}", param="n")
+    name = "n" if params.num_made == params.n else "best_of"
+    if len(prompts) * params.num_made > MAX_CHOICES:
+        raise InvalidRequest(f"{name} times the number of prompts must be at most {MAX_CHOICES}", param=name)
     for prompt in prompts:
         check_prompt(prompt, limits, param=prompt_param)
     requests = tuple(
@@ -126,15 +150,17 @@ def build_requests(
             request_id=request_id,
             prompt_token_ids=tuple(prompt),
             sampling=_sampling(len(prompt), params, limits, seed=seed, eos_token_ids=eos_token_ids),
-            num_sequences=params.n,
+            num_sequences=params.num_sequences,
+            beam_search=params.beam_search,
+            priority=params.priority,
             tenant_salt=tenant_salt,
             deadline_s=deadline_s,
         )
         for prompt, seed in zip(prompts, seeds, strict=True)
     )
-    if sum(request.sampling.max_tokens for request in requests) * params.n > MAX_BATCH_TOKENS:
+    if sum(request.sampling.max_tokens for request in requests) * params.num_made > MAX_BATCH_TOKENS:
         raise InvalidRequest(
-            f"n times prompts times {params.max_tokens_param} must be at most {MAX_BATCH_TOKENS} tokens",
+            f"{name} times prompts times {params.max_tokens_param} must be at most {MAX_BATCH_TOKENS} tokens",
             param=params.max_tokens_param,
         )
     return requests
@@ -157,6 +183,8 @@ def _sampling(
         )
         if (value := getattr(params, name)) is not None
     }
+    if params.beam_search is not None:
+        given["temperature"] = 0.0  # No noise for tokens that are not looked at.
     sampling = SamplingParams(
         **given,
         seed=seed & (2**64 - 1),

@@ -44,7 +44,8 @@ class RunningRequest:
     """Iterate over `batches()` for the text, and `aclose()` whatever happens: that frees everything everywhere.
 
     Prompts of one request run side by side, at most PROMPTS_AT_ONCE of them; a later prompt for which the cluster has
-    no room waits for an earlier one to end. Choice `prompt_index * n + sequence_index` belongs to that prompt.
+    no room waits for an earlier one to end. Choice `prompt_index * params.num_sequences + sequence_index` belongs
+    to that prompt.
 
     Attributes:
         response_id: ours, unique.
@@ -78,7 +79,7 @@ class RunningRequest:
         self._on_close = on_close
         self._started = time.monotonic() if started is None else started
         self._stop = StopStrings(params.stop)
-        self._choices = [_Choice() for _ in range(len(self.requests) * params.n)]
+        self._choices = [_Choice() for _ in range(len(self.requests) * params.num_sequences)]
         self._facts: list[GenerationFacts | None] = [None] * len(self.requests)
         self._generations: set[Generation] = set()
         self._tasks: list[asyncio.Task[None]] = []
@@ -254,9 +255,9 @@ class RunningRequest:
                 min_tokens=request.sampling.min_tokens,
                 prompt_ids=request.prompt_token_ids,
             )
-            for _ in range(params.n)
+            for _ in range(params.num_sequences)
         ]
-        first_choice = prompt_index * params.n
+        first_choice = prompt_index * params.num_sequences
         async for sequence_index, delta in stream_text(generation, streams):
             index = first_choice + sequence_index
             self._count(index, delta)

@@ -27,6 +27,7 @@ class ScriptedSequence:
         at_end: reason given when the script runs out first.
         error: raised to the reader after the tokens instead of an end.
         hang: say nothing more after the tokens, until the generation is closed.
+        logprob: of every token, when asked for.
     """
 
     token_ids: Sequence[int] = ()
@@ -35,16 +36,17 @@ class ScriptedSequence:
     at_end: FinishReason = FinishReason.STOP
     error: Exception | None = None
     hang: bool = False
+    logprob: float = -0.25
 
 
 Script = Callable[[GenerationRequest, int], ScriptedSequence]
 """Chooses what the sequence of that index does for that request."""
 
 
-def fake_logprobs(token_id: int, top: int, vocab_size: int) -> PositionLogprobs:
+def fake_logprobs(token_id: int, top: int, vocab_size: int, logprob: float = -0.25) -> PositionLogprobs:
     """The chosen token at rank 1, then itself and its successors at falling probability: `top` of them."""
-    chosen = TokenLogprob(token_id, -0.25, 1)
-    return (chosen, *(TokenLogprob((token_id + i) % vocab_size, -0.25 - i, i + 1) for i in range(top)))
+    chosen = TokenLogprob(token_id, logprob, 1)
+    return (chosen, *(TokenLogprob((token_id + i) % vocab_size, logprob - i, i + 1) for i in range(top)))
 
 
 class FakeGeneration:
@@ -140,7 +142,9 @@ def _deltas(index: int, script: ScriptedSequence, sampling: SamplingParams, voca
         token_ids = tuple(pending)
         pending.clear()
         top = sampling.logprobs
-        logprobs = () if top is None else tuple(fake_logprobs(token_id, top, vocab_size) for token_id in token_ids)
+        logprobs: tuple[PositionLogprobs, ...] = ()
+        if top is not None:
+            logprobs = tuple(fake_logprobs(token_id, top, vocab_size, script.logprob) for token_id in token_ids)
         return TokenDelta(index, token_ids, logprobs, reason, stop_token_id)
 
     for count, token_id in enumerate(script.token_ids, 1):

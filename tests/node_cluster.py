@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-import torch
 
 from decode_node.config import DecodeConfig
 from decode_node.node import DecodeNode
@@ -66,7 +65,7 @@ def alone(prompt: Sequence[int], count: int, index: int = 0, **sampling: Any) ->
     for _ in range(count):
         start = len(prompt) + len(output) - 1 if output else 0
         part = SequenceSlice([*prompt, *output][start:], start, blocks, "last")
-        logits = runner.run(build_batch([part], block_size=BLOCK, device=torch.device("cpu")))
+        logits = runner.run(build_batch([part], block_size=BLOCK))
         (token,) = sample(logits, [SampleRow(params, index, prompt, output)])
         assert isinstance(token, SampledToken)
         output.append(token.token_id)

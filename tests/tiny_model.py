@@ -45,7 +45,7 @@ def build_tiny_model(
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
     folder.mkdir(parents=True, exist_ok=True)
-    vocab_size = _write_tokenizer(folder, vocab_size)
+    vocab_size = write_tokenizer(folder, vocab_size)
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -69,8 +69,8 @@ def build_tiny_model(
     return folder
 
 
-def _write_tokenizer(folder: Path, vocab_size: int) -> int:
-    """Train and write the tokenizer; return how many ids it really has."""
+def write_tokenizer(folder: Path, vocab_size: int) -> int:
+    """Train and write the tokenizer alone, without torch; return how many ids it really has."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())

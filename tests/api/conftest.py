@@ -9,7 +9,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.api.client import Api
-from tests.e2e.cluster_processes import ClusterProcesses
+from tests.e2e.cluster_processes import ClusterProcesses, slow_steps
 from tests.e2e.conftest import tiny_model
 
 __all__ = ["tiny_model"]
@@ -34,6 +34,7 @@ def shared_cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -
         decode_flags=["--max-num-seqs", str(SEQUENCES_AT_ONCE)],
         router_flags=["--api-key", KEY, "--api-key", OTHER_KEY, "--max-waiting-requests", str(MAX_WAITING)],
         api_key=KEY,
+        faults={"decode-0": slow_steps(0.003)},
     )
     cluster["router-1"].command += ["--local-prefill-threshold", str(POOL_TOKENS)]
     try:

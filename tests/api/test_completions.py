@@ -236,7 +236,10 @@ def test_seed_decides_the_text_alone_in_company_and_on_one_node(api: Api, local_
 def test_seeded_text_survives_preemption(api: Api, cluster: ClusterProcesses) -> None:
     """The prompts of four sequences fit into the pool, but what they grow to does not."""
     fields = {"temperature": 0.9, "seed": 42, "max_tokens": 80, "ignore_eos": True, "return_token_ids": True}
-    prompts = [[10 + place] * 220 for place in range(4)]
+    prompts = [[10 + place] * 200 for place in range(4)]
+    # What it has seen lately are outputs of one token, so that it lets in all four.
+    for start in (0, 1, 2):
+        api.complete([[start, place, 5] for place in range(16)], n=4, max_tokens=1)
     preemptions = cluster.node("decode-0")["preemptions"]
     with ThreadPoolExecutor(len(prompts)) as pool:
         together = list(pool.map(lambda prompt: api.complete(prompt, **fields), prompts))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from functools import cache
@@ -15,6 +16,7 @@ import pytest
 import torch
 import transformers
 
+from decode_node.growth import PRIOR_LENGTH, OutputLengths
 from engine.model_runner import ModelRunner
 from engine.model_store import ModelFiles
 from kv_transfer.channels import open_channel
@@ -24,6 +26,7 @@ from proto import worker_pb2 as pb
 from proto import worker_pb2_grpc
 from tests.node_cluster import (
     BLOCK,
+    Host,
     alone,
     cluster,
     ended,
@@ -44,6 +47,11 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 # -- a real model ------------------------------------------------------------------------------------------------
+
+
+def admit_too_much(decode: Host) -> None:
+    """Let it believe that outputs are short."""
+    decode.node.scheduler.lengths = OutputLengths(prior=1)
 
 
 class RealModel:
@@ -84,6 +92,9 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealModel]:
     yield model
     for memory in model.memories:
         memory.close()
+    # The runners still lie on that memory.
+    vars(model).clear()
+    gc.collect()
 
 
 @TRANSPORTS
@@ -122,14 +133,32 @@ async def test_tokens_equal_transformers_when_decode_prefills(real: RealModel) -
             assert decode.node.counters.transfers_started == 0
 
 
-async def test_tokens_equal_transformers_when_preempted(real: RealModel) -> None:
+@pytest.mark.parametrize("way_back", ["here", "prefill", "host_copy"])
+async def test_tokens_equal_transformers_when_preempted(real: RealModel, way_back: str) -> None:
     async with cluster() as nodes:
-        prefill, decode = await nodes.prefill(real.prefill), await nodes.decode(real.small)
+        prefill = await nodes.prefill(real.prefill)
+        decode = await nodes.decode(real.small, swap_space_gib=1.0 if way_back == "host_copy" else 0.0)
+        admit_too_much(decode)
+        # Whether computing here is thought to take no time, or an hour per token.
+        decode.node.scheduler.costs.prompt.record(1e9, 1.0 if way_back == "here" else 3.6e12)
         async with nodes.router(decode) as router:
             prompts = [prompt_of(14, seed) for seed in range(4)]
             results = await asyncio.gather(*(router.generate(prompt, [prefill], max_tokens=30) for prompt in prompts))
             assert results == [[real.says(prompt, 30)] for prompt in prompts]
-            assert decode.node.scheduler.preemptions > 0
+            # Sampled ones too, several of one request among them.
+            sampling: dict[str, Any] = {"temperature": 1.0, "seed": 3, "max_tokens": 30}
+            prompt = prompts[0]
+            separate = [(await router.generate(prompt, [prefill], index=i, **sampling))[0] for i in range(4)]
+            before = decode.node.scheduler.preemptions
+            together = await asyncio.gather(
+                router.generate(prompt, [prefill], n=4, **sampling), router.generate(prompts[1], max_tokens=30)
+            )
+            assert together == [separate, [real.says(prompts[1], 30)]]
+            assert decode.node.scheduler.preemptions > before > 0
+        status = decode.node.status()
+        assert (status.swaps > 0) == (way_back == "host_copy")
+        assert (status.transfers.committed > 4 + 4 + 1) == (way_back == "prefill")
+        assert status.swap_bytes == 0
 
 
 @pytest.mark.parametrize("length", [BLOCK - 1, BLOCK, BLOCK + 1, 7])
@@ -162,6 +191,17 @@ async def test_n_sequences_equal_n_requests(elsewhere: bool) -> None:
                 separate = [(await router.generate(prompt, targets, index=i, **sampling))[0] for i in range(4)]
                 sampling.pop("max_tokens")
                 assert together == separate == [alone(prompt, 8, i, **sampling) for i in range(4)]
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+async def test_parallel_samples_prefill_once(elsewhere: bool) -> None:
+    async with cluster() as nodes:
+        prefill, decode = await nodes.prefill(), await nodes.decode()
+        async with nodes.router(decode) as router:
+            await router.generate(prompt_of(11), [prefill] if elsewhere else [], n=4, temperature=1.0)
+        computed = [node.node.counters.prefill_tokens_computed for node in (prefill, decode)]
+        assert computed == ([11, 0] if elsewhere else [0, 11])
+        assert decode.node.counters.transfers_started == elsewhere
 
 
 async def test_leader_cancelled_before_siblings_have_the_prompt() -> None:
@@ -244,6 +284,58 @@ async def test_what_can_never_fit_is_refused_at_once() -> None:
             assert await refusal(moved) == (pb.ERROR_KIND_TRY_ELSEWHERE, "context_too_short")
             # And the queue is not blocked.
             assert await router.generate(prompt_of(3)) == [alone(prompt_of(3), 6)]
+
+
+async def test_priority_is_refused_where_it_would_be_ignored() -> None:
+    async with cluster() as nodes:
+        decode = await nodes.decode(scheduling_policy="fcfs")
+        async with nodes.router(decode) as router:
+            message = router.message(prompt_of(5))
+            message.priority = -1
+            (stream,) = await router.start(message)
+            await ended([stream])
+            assert stream.error is not None
+            assert (stream.error.kind, stream.error.param) == (pb.ERROR_KIND_INVALID, "priority")
+
+
+@pytest.mark.parametrize("elsewhere", [True, False])
+async def test_the_higher_priority_overtakes_what_waits(elsewhere: bool) -> None:
+    async with cluster() as nodes:
+        prefill = await nodes.prefill()
+        decode = await nodes.decode(sim_runner(step_s=0.05), engine={"max_num_seqs": 1})
+        async with nodes.router(decode) as router:
+            order: list[int] = []
+
+            async def one(priority: int) -> None:
+                message = router.message(prompt_of(9, priority), [prefill] if elsewhere else [], max_tokens=8)
+                message.priority = priority
+                streams = await router.start(message)
+                await ended(streams)
+                assert streams[0].tokens == alone(prompt_of(9, priority), 8)
+                order.append(priority)
+
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(one(0))
+                await until(lambda: decode.node.status().running_sequences)
+                for count, priority in enumerate((5, 3, 1, 4), start=1):
+                    tasks.create_task(one(priority))
+                    await until(lambda least=count: decode.node.status().waiting_sequences >= least)  # type: ignore[misc]
+            assert order == [0, 1, 3, 4, 5]
+
+
+async def test_status_tells_of_memory_and_of_what_is_expected() -> None:
+    async with cluster() as nodes:
+        decode = await nodes.decode(sim_runner(step_s=0.01))
+        async with nodes.router(decode) as router:
+            streams = await router.start(router.message(prompt_of(5), max_tokens=7))
+            await until(lambda: decode.node.status().running_sequences)
+            status = decode.node.status()
+            assert status.unused_slots == status.blocks.in_use * BLOCK - decode.node.scheduler._running[0].num_computed
+            assert status.expected_output_tokens == PRIOR_LENGTH
+            await ended(streams)
+        status = decode.node.status()
+        assert (status.unused_slots, status.reserved_blocks) == (0, 0)
+        assert status.expected_output_tokens == (PRIOR_LENGTH + 7) / 2
 
 
 # -- failures ----------------------------------------------------------------------------------------------------
@@ -396,11 +488,13 @@ async def test_router_gone_frees_everything_within_a_second() -> None:
     async with cluster() as nodes:
         prefill = await nodes.prefill(sim_runner(step_s=0.05), engine={"max_num_batched_tokens": 8})
         decode = await nodes.decode(sim_runner(step_s=0.02))
+        admit_too_much(decode)
         async with nodes.router(decode) as router:
             for seed in range(3):
                 await router.start(router.message(prompt_of(30, seed), [prefill], max_tokens=100))
                 await router.start(router.message(prompt_of(5, seed), max_tokens=100))
             await until(lambda: decode.node.status().running_sequences >= 3)
+            await until(lambda: decode.node.status().in_flight == 6)
         await idle(nodes.hosts, 1.0)
 
 

@@ -8,7 +8,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from decode_node.scheduler import DecodeDecision, DecodeScheduler, DecodeSequence, Reservation
+from decode_node.costs import Costs
+from decode_node.growth import OutputLengths
+from decode_node.scheduler import CopyBlock, DecodeDecision, DecodeScheduler, RestoreBlocks, SaveBlocks
+from decode_node.sequence import DecodeSequence, Reservation, next_place
 from engine.block_pool import BlockPool
 from engine.ids import BlockHash, BlockId
 from engine.kv_layout import KvLayout
@@ -18,9 +21,76 @@ LAYOUT = KvLayout(num_layers=1, kv_heads=1, head_dim=2, block_size=4, dtype="flo
 ROOT = BlockHash(bytes(16))
 
 
-def scheduler(num_blocks: int, *, budget: int = 64, places: int = 8) -> tuple[DecodeScheduler, BlockPool]:
+class Contents:
+    """What lies in each slot: the tokens from the first up to the one whose K/V it is, or None."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.blocks: list[list[tuple[int, ...] | None]] = [[None] * 4 for _ in range(num_blocks)]
+
+    def make_moves(self, scheduler: DecodeScheduler) -> None:
+        for move in scheduler.take_moves():
+            match move:
+                case CopyBlock(source, destination):
+                    self.blocks[destination] = list(self.blocks[source])
+                case SaveBlocks():
+                    move.copy.data = [list(self.blocks[block_id]) for block_id in move.block_ids]
+                case RestoreBlocks():
+                    data: Any = move.copy.data
+                    for block_id, block in zip(move.block_ids, data[move.first_block :], strict=True):
+                        self.blocks[block_id] = list(block)
+
+    def write(self, sequence: DecodeSequence, start: int, end: int) -> None:
+        for position in range(start, end):
+            block = self.blocks[sequence.block_ids[position // 4]]
+            block[position % 4] = tuple(sequence.tokens(0, position + 1))
+
+    def check(self, sequence: DecodeSequence, end: int) -> None:
+        """All that a step reads of a sequence is its own."""
+        for position in range(end):
+            found = self.blocks[sequence.block_ids[position // 4]][position % 4]
+            assert found == tuple(sequence.tokens(0, position + 1)), f"slot {position} holds {found}"
+
+
+class Harness(DecodeScheduler):
+    """A scheduler whose moves are made at once, with the contents that real blocks would have."""
+
+    def __init__(self, pool: BlockPool, **more: Any) -> None:
+        super().__init__(pool, LAYOUT, **more)
+        self.contents = Contents(pool.counts.total)
+
+    def admit(self) -> list[Reservation]:
+        answered = super().admit()
+        self.contents.make_moves(self)
+        return answered
+
+    def decide(self) -> DecodeDecision | None:
+        decision = super().decide()
+        self.contents.make_moves(self)
+        for piece in decision.slices if decision else ():
+            self.contents.check(piece.sequence, piece.start)
+        return decision
+
+    def commit(self, decision: DecodeDecision) -> None:
+        for piece in decision.slices:
+            self.contents.write(piece.sequence, piece.start, piece.start + piece.length)
+        super().commit(decision)
+
+    def join(self, reservation: Reservation) -> None:
+        leader = reservation.leader
+        leader.block_ids = [*reservation.held_ids, *reservation.block_ids]
+        self.contents.check(leader, 4 * reservation.blocks_held)
+        self.contents.write(leader, 4 * reservation.blocks_held, reservation.num_tokens)
+        super().join(reservation)
+
+
+def scheduler(
+    num_blocks: int, *, budget: int = 64, places: int = 8, expected: int = 1, **more: Any
+) -> tuple[Harness, BlockPool]:
+    """`expected`: output tokens that the first sequences are thought to have."""
     pool = BlockPool(num_blocks)
-    return DecodeScheduler(pool, LAYOUT, max_num_batched_tokens=budget, max_num_seqs=places), pool
+    queue = Harness(pool, max_num_batched_tokens=budget, max_num_seqs=places, **more)
+    queue.lengths = OutputLengths(prior=expected)
+    return queue, pool
 
 
 def sequence(length: int, *, first: int = 0, index: int = 0, **sampling: Any) -> DecodeSequence:
@@ -33,6 +103,11 @@ def family(length: int, count: int, *, first: int = 0) -> list[DecodeSequence]:
     sequences = [sequence(length, first=first, index=index) for index in range(count)]
     sequences[0].siblings = sequences[1:]
     return sequences
+
+
+def say(sequence: DecodeSequence) -> None:
+    """Its next token, other than its siblings'."""
+    sequence.output_token_ids.append(900 + 100 * sequence.index + len(sequence.output_token_ids))
 
 
 def step(scheduler: DecodeScheduler) -> dict[DecodeSequence, tuple[int, int]]:
@@ -50,7 +125,7 @@ def finish(scheduler: DecodeScheduler, decision: DecodeDecision) -> dict[DecodeS
                 scheduler.fork(piece.sequence)
             for receiver in receivers:
                 if not receiver.is_ended:
-                    receiver.output_token_ids.append(900 + len(receiver.output_token_ids))
+                    say(receiver)
     scheduler.check_invariants()
     return {piece.sequence: (piece.start, piece.length) for piece in decision.slices}
 
@@ -65,6 +140,13 @@ def hand_off(scheduler: DecodeScheduler, leader: DecodeSequence, *, held: int = 
     reservation = Reservation(leader, held, LAYOUT.blocks_for(leader.num_tokens) - held)
     scheduler.ask(reservation)
     return reservation
+
+
+def arrives_with_first_tokens(scheduler: DecodeScheduler, reservation: Reservation) -> None:
+    for member in (reservation.leader, *reservation.leader.siblings):
+        if not member.is_ended:
+            say(member)
+    scheduler.join(reservation)
 
 
 def fail_hand_off(scheduler: DecodeScheduler, pool: BlockPool, reservation: Reservation) -> None:
@@ -156,8 +238,8 @@ class TestPrefixCache:
         reservation = hand_off(queue, sequence(9), held=2)
         assert queue.admit() == [reservation]
         assert pool.num_allocatable == 1
-        queue.join(reservation)
-        assert reservation.leader.num_computed == 8
+        arrives_with_first_tokens(queue, reservation)
+        assert reservation.leader.num_computed == 9
 
 
 class TestAdmission:
@@ -189,8 +271,8 @@ class TestAdmission:
         start(queue, big := sequence(16 * 4, first=300))
         assert queue.num_waiting == 1
         # Completions do not stand in the queue.
-        queue.join(parked)
-        assert step(queue) == {parked.leader: (55, 1)}
+        arrives_with_first_tokens(queue, parked)
+        assert step(queue) == {parked.leader: (56, 1)}
         queue.end(parked.leader)
         queue.admit()
         assert step(queue) == {big: (0, 64)}
@@ -204,7 +286,7 @@ class TestAdmission:
             assert granted, "everybody waits for somebody"
             for reservation in granted:
                 waiting.remove(reservation)
-                queue.join(reservation)
+                arrives_with_first_tokens(queue, reservation)
                 for _ in range(5):
                     step(queue)
                 queue.end(reservation.leader)
@@ -245,44 +327,216 @@ class TestPreemption:
         assert next(iter(step(queue))) is first
 
 
+class TestHostCopies:
+    BLOCK_BYTES = LAYOUT.block_bytes
+
+    def preempted(self, **more: Any) -> tuple[Harness, BlockPool, DecodeSequence, DecodeSequence]:
+        """Two sequences of 10 tokens in 6 blocks; the younger one just lost its three."""
+        queue, pool = scheduler(6, **more)
+        old, young = sequence(10), sequence(10, first=50)
+        start(queue, old, young)
+        while not queue.preemptions:
+            step(queue)
+        assert (old.num_tokens, young.num_tokens) == (14, 13)
+        return queue, pool, old, young
+
+    def finish_old_then_young(self, queue: Harness, pool: BlockPool, old: DecodeSequence, young: DecodeSequence) -> int:
+        """Returns how many tokens the young one computed to get back."""
+        queue.end(old)
+        queue.admit()
+        (_, length) = step(queue)[young]
+        queue.end(young)
+        assert_idle(queue, pool)
+        assert queue.swap_bytes == 0
+        return length
+
+    def test_it_goes_on_where_it_was(self) -> None:
+        queue, pool, old, young = self.preempted(swap_bytes=3 * self.BLOCK_BYTES)
+        assert (queue.swaps, queue.swap_bytes) == (1, 3 * self.BLOCK_BYTES)
+        assert not queue.take_preempted()
+        assert self.finish_old_then_young(queue, pool, old, young) == 1
+
+    def test_only_what_the_cache_has_lost_is_copied_back(self) -> None:
+        queue, pool, old, young = self.preempted(swap_bytes=3 * self.BLOCK_BYTES)
+        queue.end(old)
+        # Of its three blocks the last is gone, and the first two are findable.
+        assert pool.peek(young.full_block_hashes(4, 3)) == 2
+        DecodeScheduler.admit(queue)
+        (move,) = queue._moves
+        assert isinstance(move, RestoreBlocks) and move.first_block == 2 and len(move.block_ids) == 1
+        queue.contents.make_moves(queue)
+        assert step(queue) == {young: (12, 1)}
+        queue.end(young)
+        assert_idle(queue, pool)
+
+    def test_nothing_is_copied_back_that_the_cache_has(self) -> None:
+        queue, pool = scheduler(6, swap_bytes=9 * self.BLOCK_BYTES)
+        start(queue, prompt := sequence(8))
+        step(queue)
+        queue._preempt(prompt)
+        queue.contents.make_moves(queue)
+        queue.admit()
+        assert step(queue) == {prompt: (8, 1)}
+        queue.end(prompt)
+        assert_idle(queue, pool)
+
+    def test_without_room_it_is_computed_again(self) -> None:
+        queue, pool, old, young = self.preempted(swap_bytes=3 * self.BLOCK_BYTES - 1)
+        assert (queue.swaps, queue.swap_bytes) == (0, 0)
+        assert queue.take_preempted() == [young]
+        assert self.finish_old_then_young(queue, pool, old, young) == 13 - 8
+
+    def test_where_computing_is_quicker_it_is_computed_again(self) -> None:
+        costs = Costs()
+        costs.copied.record(self.BLOCK_BYTES, 1.0)
+        costs.prompt.record(1000, 1.0)
+        queue, *_ = self.preempted(swap_bytes=9 * self.BLOCK_BYTES, costs=costs)
+        assert queue.swaps == 0
+        costs.prompt.record(1, 1000.0)
+        queue, *_ = self.preempted(swap_bytes=9 * self.BLOCK_BYTES, costs=costs)
+        assert queue.swaps == 1
+
+    def test_a_copy_that_could_not_be_made_is_not_believed(self) -> None:
+        queue, pool, old, young = self.preempted(swap_bytes=3 * self.BLOCK_BYTES)
+        assert young.host_copy is not None
+        young.host_copy.data = None
+        assert self.finish_old_then_young(queue, pool, old, young) == 13 - 8
+
+    def test_its_end_frees_the_copy(self) -> None:
+        queue, pool, old, young = self.preempted(swap_bytes=3 * self.BLOCK_BYTES)
+        queue.end(young)
+        assert queue.swap_bytes == 0
+        queue.end(old)
+        assert_idle(queue, pool)
+
+
+class TestPromptsBesideDecoding:
+    """The node's time is a constant per step and so much per token; the scheduler must find out."""
+
+    STEP_S, TOKEN_S = 0.02, 0.001
+
+    def times(self, queue: DecodeScheduler, prompt: DecodeSequence) -> list[float]:
+        """Seconds of each step until the prompt is computed."""
+        times: list[float] = []
+        while not prompt.output_token_ids:
+            decision = queue.decide()
+            assert decision is not None
+            lengths = [piece.length for piece in decision.slices if piece.length > 1]
+            assert any(piece.sequence is prompt for piece in decision.slices), "the prompt must get on"
+            times.append(self.STEP_S + self.TOKEN_S * sum(lengths))
+            queue.costs.record_step(
+                seconds=times[-1], decode_tokens=len(decision.slices) - len(lengths), prompt_tokens=sum(lengths)
+            )
+            finish(queue, decision)
+        return times
+
+    def run(self, *, bound_s: float | None, streams: int = 2) -> list[float]:
+        queue = DecodeScheduler(
+            BlockPool(1500), LAYOUT, max_num_batched_tokens=512, max_num_seqs=8, itl_bound_s=bound_s
+        )
+        for number in range(streams):
+            start(queue, stream := sequence(4, first=10 * number, max_tokens=500))
+            self.times(queue, stream)
+        for _ in range(3 if streams else 0):
+            decision = queue.decide()
+            assert decision is not None
+            queue.costs.record_step(seconds=self.STEP_S, decode_tokens=streams, prompt_tokens=0)
+            finish(queue, decision)
+        start(queue, prompt := sequence(2048, first=1000))
+        return self.times(queue, prompt)
+
+    def test_running_streams_wait_no_longer_than_the_bound(self) -> None:
+        bounded, unbounded = self.run(bound_s=0.1), self.run(bound_s=None)
+        assert max(unbounded) > 0.5
+        assert max(bounded) <= 0.101
+        # And the prompt is not starved: it gets what the bound leaves.
+        assert len(bounded) <= 2048 / 70
+
+    def test_a_prompt_alone_takes_the_whole_budget(self) -> None:
+        assert len(self.run(bound_s=0.1, streams=0)) == 4
+
+    def test_a_bound_that_cannot_be_held_still_lets_the_prompt_get_on(self) -> None:
+        assert len(self.run(bound_s=0.001)) <= 2048 / 8
+
+
+class TestTwinPrompts:
+    def test_the_same_prompt_computed_twice_at_once_is_kept_once(self) -> None:
+        queue, pool = scheduler(16)
+        one, two = sequence(10), sequence(10)
+        start(queue, one, two)
+        assert step(queue) == {one: (0, 10), two: (0, 10)}
+        assert one.block_ids[:2] == two.block_ids[:2] and one.block_ids[2] != two.block_ids[2]
+        assert pool.counts.in_use == 4
+        queue.end(one)
+        queue.end(two)
+        assert_idle(queue, pool)
+
+    def test_no_hole_when_the_first_of_two_ends_and_is_evicted(self) -> None:
+        queue, pool = scheduler(12)
+        one, two = sequence(10), sequence(10)
+        two.index = 1
+        start(queue, one, two)
+        step(queue)
+        queue.end(one)
+        for _ in range(4):
+            step(queue)
+        # Everything that can be evicted is.
+        pool.release(pool.allocate(pool.num_allocatable))
+        assert two.num_computed == 14
+        assert pool.peek(two.full_block_hashes(4, 3)) == 3
+        queue.end(two)
+        assert_idle(queue, pool)
+
+
 class TestSiblings:
-    def test_full_blocks_are_shared_and_the_partial_one_copied(self) -> None:
+    def test_a_partial_block_is_shared_until_somebody_writes_into_it(self) -> None:
         queue, pool = scheduler(16)
         leader, *siblings = family(6, 3)
         start(queue, leader)
-        decision = queue.decide()
-        assert decision is not None
-        queue.commit(decision)
-        copies = queue.fork(leader)
-        assert [source for source, _ in copies] == [leader.block_ids[1]] * 2
-        assert [destination for _, destination in copies] == [sibling.block_ids[1] for sibling in siblings]
-        assert {sibling.block_ids[0] for sibling in siblings} == {leader.block_ids[0]}
-        assert pool.ref_count(leader.block_ids[0]) == 3
+        step(queue)
+        assert [member.block_ids for member in siblings] == [leader.block_ids] * 2
+        assert pool.counts.in_use == 2
+        step(queue)
+        assert {member.block_ids[0] for member in siblings} == {leader.block_ids[0]}
+        assert len({member.block_ids[1] for member in (leader, *siblings)}) == 3
+        # Three copies of one block, one of which is the original.
+        assert pool.counts.in_use == 4
         for member in (leader, *siblings):
             queue.end(member)
+        assert_idle(queue, pool)
+
+    def test_the_last_one_left_writes_into_the_original(self) -> None:
+        queue, pool = scheduler(16)
+        leader, sibling = family(6, 2)
+        start(queue, leader)
+        step(queue)
+        original = sibling.block_ids[1]
+        queue.end(leader)
+        step(queue)
+        assert sibling.block_ids[1] == original
+        queue.end(sibling)
         assert_idle(queue, pool)
 
     def test_a_prompt_that_ends_with_its_block_needs_no_copy(self) -> None:
         queue, pool = scheduler(16)
         members = family(8, 3)
         start(queue, members[0])
-        decision = queue.decide()
-        assert decision is not None
-        queue.commit(decision)
-        assert queue.fork(members[0]) == []
-        for member in members:
-            member.output_token_ids.append(1)
         step(queue)
+        step(queue)
+        assert len({tuple(member.block_ids[:2]) for member in members}) == 1
         assert len({member.block_ids[2] for member in members}) == 3
         for member in members:
             queue.end(member)
         assert_idle(queue, pool)
 
-    def test_a_sibling_without_a_block_computes_later(self) -> None:
+    def test_siblings_without_blocks_to_write_into_compute_later(self) -> None:
         queue, pool = scheduler(3)
         members = family(6, 3)
         start(queue, members[0])
         step(queue)
+        assert queue.num_running == 3
+        # One copies, the last but one takes what the last gives up.
+        assert set(step(queue)) == set(members[:2])
         assert (queue.num_running, queue.num_waiting) == (2, 1)
         queue.end(members[0])
         queue.end(members[1])
@@ -290,6 +544,50 @@ class TestSiblings:
         # Prompt and first token, the full block from the cache.
         assert step(queue)[members[2]] == (4, 3)
         queue.end(members[2])
+        assert_idle(queue, pool)
+
+    def test_branches_of_a_branch_share_all_but_the_end(self) -> None:
+        # As beam search does it: the best two of each step go on, each from whichever parent.
+        queue, pool = scheduler(32)
+        beams = [sequence(6)]
+        start(queue, beams[0])
+        for number in range(1, 9):
+            decision = queue.decide()
+            assert decision is not None
+            queue.commit(decision)
+            parent = beams[number % len(beams)]
+            children = [
+                DecodeSequence(index, parent.prompt_token_ids, parent.sampling, ROOT, list(parent.output_token_ids))
+                for index in (2 * number, 2 * number + 1)
+            ]
+            for child in children:
+                queue.branch(parent, child)
+                say(child)
+            for beam in beams:
+                queue.end(beam)
+            beams = children
+            queue.check_invariants()
+            shared = set(beams[0].block_ids) & set(beams[1].block_ids)
+            assert len(shared) == len(beams[0].block_ids)
+            # Nothing is held for parents that are gone.
+            assert pool.counts.in_use == LAYOUT.blocks_for(6 + number - 1)
+        for beam in beams:
+            queue.end(beam)
+        assert_idle(queue, pool)
+
+    def test_a_branch_of_a_preempted_parent_is_computed_in_its_turn(self) -> None:
+        queue, pool = scheduler(8)
+        parent, child = sequence(6), sequence(6, index=1)
+        start(queue, parent)
+        step(queue)
+        queue._preempt(parent)
+        child.output_token_ids = list(parent.output_token_ids)
+        queue.branch(parent, child)
+        queue.admit()
+        step(queue)
+        assert (parent.num_computed, child.num_computed) == (7, 7)
+        queue.end(parent)
+        queue.end(child)
         assert_idle(queue, pool)
 
     def test_leader_ends_while_waiting(self) -> None:
@@ -340,8 +638,7 @@ class TestSiblings:
         reservation = hand_off(queue, leader)
         queue.admit()
         queue.end(leader)
-        sibling.output_token_ids.append(5)
-        queue.join(reservation)
+        arrives_with_first_tokens(queue, reservation)
         assert not leader.block_ids
         assert step(queue) == {sibling: (6, 1)}
         queue.end(sibling)
@@ -392,16 +689,41 @@ class TestFailures:
         assert_idle(queue, pool)
 
 
+class TestUnusedSlots:
+    def test_less_than_a_block_for_each_sequence(self) -> None:
+        queue, _ = scheduler(16, budget=7)
+        # A long prompt takes its blocks as it is computed.
+        start(queue, prompt := sequence(18))
+        for computed, unused in ((7, 1), (14, 2), (18, 2), (19, 1), (20, 0), (21, 3)):
+            step(queue)
+            assert (prompt.num_computed, queue.unused_slots) == (computed, unused)
+
+    def test_a_shared_block_counts_once_and_a_promised_one_not(self) -> None:
+        queue, _ = scheduler(16)
+        start(queue, family(6, 3)[0])
+        step(queue)
+        assert queue.unused_slots == 2
+        step(queue)
+        assert queue.unused_slots == 3 * 1
+        hand_off(queue, sequence(12, first=50))
+        queue.admit()
+        assert (queue.unused_slots, queue.num_reserved_blocks) == (3, 3)
+
+
 class RandomDecode(RuleBasedStateMachine):
     """A tiny pool under everything that can happen, in any order."""
 
+    swap_blocks = 0
+
     def __init__(self) -> None:
         super().__init__()
-        self.queue, self.pool = scheduler(10, budget=7, places=4)
+        swap_bytes = self.swap_blocks * LAYOUT.block_bytes
+        self.queue, self.pool = scheduler(10, budget=7, places=4, expected=6, swap_bytes=swap_bytes)
         self.alive: list[DecodeSequence] = []
         self.asked: list[Reservation] = []
         self.granted: list[Reservation] = []
         self.on_device: DecodeDecision | None = None
+        self.names = NamesOfPrefixes(self.pool)
 
     @invariant()
     def the_books_balance(self) -> None:
@@ -410,9 +732,21 @@ class RandomDecode(RuleBasedStateMachine):
         assert len(running) <= 4
         assert running == sorted(running, key=lambda entry: entry.arrival)
 
-    @rule(length=st.integers(1, 24), first=st.integers(0, 2), count=st.integers(1, 3), elsewhere=st.booleans())
-    def arrives(self, length: int, first: int, count: int, elsewhere: bool) -> None:
+    @invariant()
+    def no_cached_chain_has_a_hole(self) -> None:
+        self.names.check(self.alive)
+
+    @rule(
+        length=st.integers(1, 24),
+        first=st.integers(0, 2),
+        count=st.integers(1, 3),
+        elsewhere=st.booleans(),
+        priority=st.integers(-2, 2),
+    )
+    def arrives(self, length: int, first: int, count: int, elsewhere: bool, priority: int) -> None:
         members = family(length, count, first=100 * first)
+        for member in members:
+            member.arrival = next_place(priority)
         self.alive += members
         if elsewhere:
             self.asked.append(hand_off(self.queue, members[0], held=self.queue.reusable_blocks(members[0])))
@@ -445,10 +779,7 @@ class RandomDecode(RuleBasedStateMachine):
             fail_hand_off(self.queue, self.pool, reservation)
             self.start_here(reservation)
             return
-        for member in members:
-            if not member.is_ended:
-                member.output_token_ids.append(900)
-        self.queue.join(reservation)
+        arrives_with_first_tokens(self.queue, reservation)
 
     @precondition(lambda self: self.asked)
     @rule(data=st.data())
@@ -463,14 +794,18 @@ class RandomDecode(RuleBasedStateMachine):
         self.queue.end(self.alive.pop(data.draw(st.integers(0, len(self.alive) - 1))))
 
     @precondition(lambda self: self.on_device is None)
-    @rule()
-    def decide(self) -> None:
+    @rule(moves=st.integers(0, 2))
+    def decide(self, moves: int) -> None:
         self.on_device = self.queue.decide()
         if self.on_device is not None:
             assert sum(piece.length for piece in self.on_device.slices) <= 7
             for piece in self.on_device.slices:
                 assert len(piece.sequence.block_ids) * 4 >= piece.start + piece.length
                 assert not piece.sequence.is_ended
+        for preempted in self.queue.take_preempted()[:moves]:
+            if not preempted.siblings:
+                self.queue.withdraw(preempted)
+                self.asked.append(hand_off(self.queue, preempted))
 
     @precondition(lambda self: self.on_device is not None)
     @rule(succeeds=st.integers(0, 4))
@@ -499,10 +834,7 @@ class RandomDecode(RuleBasedStateMachine):
                 if all(member.is_ended for member in (reservation.leader, *reservation.leader.siblings)):
                     fail_hand_off(self.queue, self.pool, reservation)
                 else:
-                    for member in (reservation.leader, *reservation.leader.siblings):
-                        if not member.is_ended:
-                            member.output_token_ids.append(900)
-                    self.queue.join(reservation)
+                    arrives_with_first_tokens(self.queue, reservation)
             step(self.queue)
             for member in list(self.alive):
                 if member.num_tokens >= len(member.prompt_token_ids) + 3:
@@ -512,7 +844,31 @@ class RandomDecode(RuleBasedStateMachine):
         for reservation in (*self.asked, *self.granted):
             fail_hand_off(self.queue, self.pool, reservation)
         assert_idle(self.queue, self.pool)
+        assert self.queue.swap_bytes == 0
 
 
-RandomDecode.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+class NamesOfPrefixes:
+    """Knows which hash comes before which."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._before: dict[BlockHash, BlockHash] = {}
+
+    def check(self, sequences: list[DecodeSequence]) -> None:
+        for each in sequences:
+            self._before.update(zip(each.block_hashes[1:], each.block_hashes, strict=False))
+        findable = set(self._pool.cached_hashes())
+        for block_hash in findable:
+            assert self._before.get(block_hash, block_hash) in findable, "a block cannot be reached from its start"
+
+
+class RandomDecodeWithSwap(RandomDecode):
+    """The same with room for two or three preempted sequences in host memory."""
+
+    swap_blocks = 12
+
+
+for _machine in (RandomDecode, RandomDecodeWithSwap):
+    _machine.TestCase.settings = settings(max_examples=40, stateful_step_count=50, deadline=None)
 TestRandomDecode = RandomDecode.TestCase
+TestRandomDecodeWithSwap = RandomDecodeWithSwap.TestCase

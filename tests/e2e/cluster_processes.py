@@ -23,6 +23,11 @@ MODEL_NAME = "tiny"
 START_TIMEOUT_S = 60.0
 
 
+def slow_steps(seconds: float) -> str:
+    """PDSERVE_FAULTS of a decode node whose streams last until they are hurt, however fast the machine is."""
+    return f"after_decode_step=sleep:{seconds}@*"
+
+
 def footprint(pid: int) -> tuple[int, int]:
     """(open files, threads) of a process."""
     return len(list(Path(f"/proc/{pid}/fd").iterdir())), len(list(Path(f"/proc/{pid}/task").iterdir()))

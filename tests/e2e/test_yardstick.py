@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.cluster_processes import ClusterProcesses, wait_until
+from tests.e2e.cluster_processes import ClusterProcesses, slow_steps, wait_until
 from tests.e2e.conftest import ClusterFactory
 from tests.e2e.reference import Reference
 
@@ -88,7 +88,9 @@ def test_n_sequences_equal_lone_ones(cluster: ClusterProcesses) -> None:
 def small_cluster(make_cluster: ClusterFactory) -> ClusterProcesses:
     """Pools of 24 blocks, so that sequences are preempted, and no shared memory, so that KV travels over gRPC."""
     flags = ["--num-blocks", "24", "--max-num-batched-tokens", "40"]
-    return make_cluster(node_flags=flags, decode_flags=["--no-shared-memory"])
+    # Slow enough that requests meet there.
+    faults = {"decode-0": slow_steps(0.02)}
+    return make_cluster(node_flags=flags, decode_flags=["--no-shared-memory"], faults=faults)
 
 
 def test_grpc_transport(small_cluster: ClusterProcesses, reference: Reference) -> None:

@@ -92,6 +92,31 @@ def test_two_sequences_that_computed_the_same_block_keep_their_own() -> None:
     assert pool.match([block_hash(1)]) == [first]
 
 
+def test_a_block_computed_twice_is_given_up_for_the_one_that_is_findable() -> None:
+    pool = BlockPool(4)
+    first, second, next_of_second = pool.allocate(3)
+    assert pool.publish_or_adopt(first, block_hash(1)) == first
+    assert pool.publish_or_adopt(second, block_hash(1)) == first
+    assert [pool.ref_count(block) for block in (first, second)] == [2, 0]
+    assert pool.publish_or_adopt(next_of_second, block_hash(2)) == next_of_second
+    # The one that computed it first ends, and everything that can be evicted is.
+    pool.release([first])
+    pool.release(pool.allocate(pool.num_allocatable))
+    assert pool.match(chain(1, 2)) == [first, next_of_second]
+
+
+def test_a_block_that_was_released_is_the_last_to_go_again_after_a_hit() -> None:
+    pool = BlockPool(4)
+    old, new = pool.allocate(2), pool.allocate(2)
+    publish_all(pool, old, chain(10, 2))
+    publish_all(pool, new, chain(20, 2))
+    pool.release(old)
+    pool.release(new)
+    # Used last, evicted last; of a chain the tail goes first.
+    pool.release(pool.match(chain(10, 2)))
+    assert [pool.allocate(1)[0] for _ in range(4)] == [new[1], new[0], old[1], old[0]]
+
+
 def test_double_free_raises_and_changes_nothing() -> None:
     pool = BlockPool(3)
     one, two = pool.allocate(2)
@@ -219,6 +244,18 @@ class PoolHistory(RuleBasedStateMachine):
                 continue  # it had another hash; the invariants below prove that nothing changed
             if became:
                 assert self.pool.peek([block_hash(first + offset)]) == 1
+
+    @precondition(lambda self: any(self.owners))
+    @rule(data=st.data(), first=st.integers(0, 9))
+    def publish_or_adopt(self, data: st.DataObject, first: int) -> None:
+        owner = data.draw(st.sampled_from([o for o in self.owners if o]))
+        for offset, block in enumerate(owner):
+            try:
+                held = self.pool.publish_or_adopt(block, block_hash(first + offset))
+            except BlockMisuse:
+                continue
+            owner[offset] = held
+            self.pool.check_invariants()
 
     @rule(first=st.integers(0, 9), length=st.integers(1, 4))
     def match(self, first: int, length: int) -> None:

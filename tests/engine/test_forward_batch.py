@@ -8,8 +8,6 @@ import torch
 from engine.forward_batch import SequenceSlice, build_batch
 from engine.ids import BlockId
 
-CPU = torch.device("cpu")
-
 
 def blocks(*ids: int) -> list[BlockId]:
     return [BlockId(i) for i in ids]
@@ -23,7 +21,6 @@ def test_a_mixed_batch() -> None:
             SequenceSlice(range(31, 33), 2, blocks(0), "all"),
         ],
         block_size=4,
-        device=CPU,
     )
     assert batch.token_ids.tolist() == [11, 12, 13, 21, 31, 32]
     assert batch.positions.tolist() == [3, 4, 5, 0, 2, 3]
@@ -39,7 +36,7 @@ def test_a_mixed_batch() -> None:
 
 
 def test_slots_do_not_overflow_32_bits() -> None:
-    batch = build_batch([SequenceSlice([1], 0, blocks(2**31), "none")], block_size=16, device=CPU)
+    batch = build_batch([SequenceSlice([1], 0, blocks(2**31), "none")], block_size=16)
     assert batch.slots.tolist() == [2**35]
 
 
@@ -55,6 +52,6 @@ def test_slots_do_not_overflow_32_bits() -> None:
 )
 def test_slices_that_cannot_be_are_refused(bad: SequenceSlice) -> None:
     with pytest.raises(ValueError):
-        build_batch([bad], block_size=4, device=CPU)
+        build_batch([bad], block_size=4)
     with pytest.raises(ValueError):
-        build_batch([], block_size=4, device=CPU)
+        build_batch([], block_size=4)

@@ -14,8 +14,9 @@ from transformers.models.llama import modeling_llama
 
 from engine import model_loader
 from engine.errors import ConfigError
-from engine.model_loader import LoadedModel, load_model, resolve_dtype
+from engine.model_loader import SUPPORTED_FAMILIES, LoadedModel, load_model, resolve_dtype
 from engine.model_store import ModelFiles, cache_root
+from kernels import ops
 from tests.engine.tiny_checkpoints import VOCABULARY, byte_level_tokenizer, logits_of, random_model, save_folder
 
 
@@ -171,41 +172,52 @@ def test_old_rotary_buffers_in_the_file_are_no_obstacle(tmp_path: Path) -> None:
     assert torch.equal(logits_of(load(folder).model), logits_of(model))
 
 
-SLIDING = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 32, "use_sliding_window": True}
+LATENT = {
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 16,
+    "num_key_value_heads": 4,
+}
+CHUNKED = {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 16, "head_dim": 16}
+OTHER_VALUES = {"layer_types": ["full_attention"] * 2, "head_dim": 12, "v_head_dim": 16, "n_routed_experts": 4}
 
 
 @pytest.mark.parametrize(
     ("model_type", "settings", "named"),
     [
-        ("mistral", {"sliding_window": 64}, "sliding window of 64"),
-        ("qwen2", SLIDING, "sliding_attention"),
-        ("gemma2", {"head_dim": 12}, "soft cap"),
-        ("llama", {"rope_parameters": {**YARN, "rope_type": "dynamic"}}, "dynamic"),
-        ("mamba", {}, "not supported|does not"),
-        (
-            "deepseek_v3",
-            {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
-            | {
-                "n_routed_experts": 4,
-                "n_group": 1,
-                "topk_group": 1,
-                "num_experts_per_tok": 2,
-                "first_k_dense_replace": 1,
-            }
-            | {"moe_intermediate_size": 16, "num_key_value_heads": 4},
-            "MLA",
-        ),
-        ("gpt_oss", {"layer_types": ["full_attention"] * 2, "num_local_experts": 4, "head_dim": 12}, "s_aux|sinks"),
-        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "conv"),
-        ("bloom", {"n_layer": 2, "n_head": 4}, "not supported|attention|positions"),
+        ("bloom", {"n_layer": 2, "n_head": 4}, "attention or a cache of its own"),
+        ("deepseek_v3", LATENT, "latent attention"),
+        ("diffllama", {}, "4 of its 2 layers"),
+        ("doge", {"num_experts": 4}, "mask of its own"),
+        ("falcon", {"alibi": True}, "ALiBi positions"),
+        ("falcon", {"alibi": False}, "attention or a cache of its own"),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}, "layers of type conv"),
+        ("llama", {"sliding_window": 64}, "window of None in layer 0, configured as 64"),
+        ("llama4_text", CHUNKED, "chunks of 16 tokens"),
+        ("mamba", {}, "linear_attention|recurrent"),
+        ("mimo_v2_flash", OTHER_VALUES, "head sizes that differ"),
+        ("openai-gpt", {"n_layer": 2, "n_head": 4}, "0 of its 2 layers"),
+        ("roberta", {"is_decoder": False}, "looks ahead"),
+        ("rwkv", {}, "recurrent state"),
     ],
 )
-def test_features_that_are_not_run_are_refused_by_name(
+def test_what_cannot_run_is_refused_by_name_with_the_list_of_what_can(
     tmp_path: Path, model_type: str, settings: dict[str, Any], named: str
 ) -> None:
     folder = save_folder(random_model(model_type, **settings), tmp_path / "model")
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises(ConfigError, match=named) as caught:
         load(folder)
+    message = str(caught.value)
+    assert message.endswith(f"; families that run: {', '.join(SUPPORTED_FAMILIES)}.")
+    assert "\n" not in message and message.count(". ") == 0
 
 
 def test_attention_that_does_more_than_it_tells_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,6 +231,51 @@ def test_attention_that_does_more_than_it_tells_is_found_out(tmp_path: Path, mon
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", louder)
     with pytest.raises(ConfigError, match="other logits"):
         load(folder)
+
+
+def test_a_model_that_counts_positions_by_itself_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_folder(random_model("llama"), tmp_path / "model")
+    original = modeling_llama.LlamaRotaryEmbedding.forward
+
+    def counting(self: Any, states: torch.Tensor, position_ids: torch.Tensor) -> Any:
+        return original(self, states, torch.arange(position_ids.shape[1])[None])
+
+    monkeypatch.setattr(modeling_llama.LlamaRotaryEmbedding, "forward", counting)
+    with pytest.raises(ConfigError, match="other logits"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings", "lost"),
+    [
+        ("mistral", {"sliding_window": 32}, "window"),
+        ("gemma2", {"attn_logit_softcapping": 2.0, "head_dim": 12}, "soft_cap"),
+        ("gpt_oss", {"num_local_experts": 4, "head_dim": 12}, "sinks"),
+    ],
+)
+def test_the_probe_sees_windows_soft_caps_and_sinks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str, settings: dict[str, Any], lost: str
+) -> None:
+    folder = save_folder(random_model(model_type, **settings), tmp_path / "model")
+    load(folder)
+    whole = ops.paged_attention
+    monkeypatch.setattr(ops, "paged_attention", lambda *given, **words: whole(*given, **{**words, lost: None}))
+    with pytest.raises(ConfigError, match="other logits"):
+        load(folder)
+
+
+def test_a_family_that_no_test_holds_is_loaded_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = save_folder(random_model("cwm", sliding_window=8), tmp_path / "model")
+    with caplog.at_level("WARNING", logger="engine.model_loader"):
+        load(folder)
+    assert "model_family_untested model_type=cwm" in caplog.text
+
+
+def test_longrope_is_served_up_to_where_its_frequencies_change(tmp_path: Path) -> None:
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 6, "long_factor": [4.0] * 6}
+    settings = {"rope_parameters": {**rope, "rope_theta": 1e4}, "original_max_position_embeddings": 64}
+    model = random_model("phi3", sliding_window=None, **settings)
+    assert load(save_folder(model, tmp_path / "model")).max_position == 64
 
 
 @pytest.mark.parametrize("settings", [{"sliding_window": 256}, {"sliding_window": 4096}])
@@ -267,30 +324,35 @@ def test_digest_follows_weights_and_configuration_not_places(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("stored", "flags", "expected"),
+    ("family", "stored", "flags", "has_kernels", "expected"),
     [
-        (torch.bfloat16, set(), "float32"),
-        (torch.bfloat16, {"avx512_bf16"}, "bfloat16"),
-        (torch.bfloat16, {"amx_bf16"}, "bfloat16"),
-        (torch.float16, {"avx512_bf16"}, "float32"),
-        (torch.float16, {"avx512_fp16"}, "float16"),
-        (torch.float32, {"avx512_bf16"}, "float32"),
+        ("llama", torch.bfloat16, set(), False, "float32"),
+        ("llama", torch.bfloat16, set(), True, "bfloat16"),
+        ("gpt2", torch.bfloat16, set(), True, "float32"),
+        ("llama", torch.bfloat16, {"avx512_bf16"}, False, "bfloat16"),
+        ("llama", torch.bfloat16, {"amx_bf16"}, False, "bfloat16"),
+        ("llama", torch.float16, {"avx512_bf16"}, True, "float32"),
+        ("llama", torch.float16, {"avx512_fp16"}, False, "float16"),
+        ("llama", torch.float32, {"avx512_bf16"}, True, "float32"),
     ],
 )
 def test_auto_dtype(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: torch.dtype, flags: set[str], expected: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    stored: torch.dtype,
+    flags: set[str],
+    has_kernels: bool,
+    expected: str,
 ) -> None:
-    folder = save_folder(random_model("llama"), tmp_path / "model", stored)
-    monkeypatch.setattr(model_loader, "_cpu_flags", lambda: flags)
+    folder = save_folder(random_model(family), tmp_path / "model", stored)
+    monkeypatch.setattr(model_loader, "cpu_flags", lambda: flags)
+    monkeypatch.setattr(model_loader, "load_library", lambda: object() if has_kernels else None)
     assert resolve_dtype(folder, "auto", "cpu") == expected
     assert resolve_dtype(folder, "auto", "cuda:0") == str(stored).removeprefix("torch.")
     assert resolve_dtype(folder, "bfloat16", "cpu") == "bfloat16"
     with pytest.raises(ConfigError, match="int8"):
         resolve_dtype(folder, "int8", "cpu")
-
-
-def test_cpu_flags_are_read() -> None:
-    assert model_loader._cpu_flags() & {"sse2", "asimd"}
 
 
 def test_tokenizer_of_the_tests_fits_the_models() -> None:

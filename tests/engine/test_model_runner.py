@@ -25,7 +25,6 @@ VOCAB = 131
 BLOCK = 4
 NUM_NEW = 9
 LENGTHS = (1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 1, 5 * BLOCK + 2)
-CPU = torch.device("cpu")
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -156,7 +155,7 @@ class Streams:
     def run(self, streams: list[Stream]) -> None:
         while running := [s for s in streams if len(s.output) < NUM_NEW]:
             slices = [s.slice() for s in running]
-            logits = self.runner.run(build_batch(slices, block_size=BLOCK, device=CPU))
+            logits = self.runner.run(build_batch(slices, block_size=BLOCK))
             rows = iter(logits)
             for stream, part in zip(running, slices, strict=True):
                 stream.computed += len(part.token_ids)
@@ -235,7 +234,7 @@ def test_blocks_moved_as_bytes_continue_in_other_places(load: Load, shape: str) 
     streams = Streams(runner)
     stream = streams.add(prompt(2 * BLOCK + 1, 5))
     part = stream.slice()
-    first = int(runner.run(build_batch([part], block_size=BLOCK, device=CPU))[0].argmax())
+    first = int(runner.run(build_batch([part], block_size=BLOCK))[0].argmax())
     moved = [streams.free.pop() for _ in stream.blocks]
     for source, destination in zip(stream.blocks, moved, strict=True):
         if source == stream.blocks[0]:
@@ -269,7 +268,7 @@ def test_logits_of_all_rows_equal_transformers(load: Load, shape: str) -> None:
         SequenceSlice(tokens, 0, [BlockId(5), BlockId(2), BlockId(7)], "all"),
         SequenceSlice(other, 0, [BlockId(1)], "last"),
     ]
-    logits = runner.run(build_batch(slices, block_size=BLOCK, device=CPU))
+    logits = runner.run(build_batch(slices, block_size=BLOCK))
     with torch.inference_mode():
         expected = torch.cat(
             [reference(torch.tensor([tokens])).logits[0], reference(torch.tensor([other])).logits[0, -1:]]
@@ -280,7 +279,7 @@ def test_logits_of_all_rows_equal_transformers(load: Load, shape: str) -> None:
 
 def test_a_batch_may_want_no_logits(load: Load) -> None:
     runner, _ = load("qwen2")
-    batch = build_batch([SequenceSlice([3, 4], 0, [BlockId(0)], "none")], block_size=BLOCK, device=CPU)
+    batch = build_batch([SequenceSlice([3, 4], 0, [BlockId(0)], "none")], block_size=BLOCK)
     assert runner.run(batch).shape == (0, runner.vocab_size)
 
 
@@ -294,7 +293,7 @@ def test_on_layer_comes_once_per_layer_when_its_bytes_are_there(load: Load, shap
         written = [bool((block[i, :, :, :2] != 0).all()) for i in range(runner.layout.num_layers)]
         seen.append((layer, written))
 
-    batch = build_batch([SequenceSlice([3, 4], 0, [BlockId(3)], "last")], block_size=BLOCK, device=CPU)
+    batch = build_batch([SequenceSlice([3, 4], 0, [BlockId(3)], "last")], block_size=BLOCK)
     runner.run(batch, on_layer=on_layer)
     layers = range(runner.layout.num_layers)
     assert seen == [(layer, [i <= layer for i in layers]) for layer in layers]
@@ -302,7 +301,7 @@ def test_on_layer_comes_once_per_layer_when_its_bytes_are_there(load: Load, shap
 
 def test_a_block_outside_the_pool_is_refused_before_anything_is_written(load: Load) -> None:
     runner, _ = load("qwen2")
-    batch = build_batch([SequenceSlice([3], 0, [BlockId(160)], "last")], block_size=BLOCK, device=CPU)
+    batch = build_batch([SequenceSlice([3], 0, [BlockId(160)], "last")], block_size=BLOCK)
     with pytest.raises(ValueError, match="160"):
         runner.run(batch)
     with pytest.raises(ValueError):
@@ -321,7 +320,7 @@ def test_the_pool_lies_in_the_memory_it_is_given(model_folders: dict[str, Path])
     runner = ModelRunner(config, ModelFiles("m", folder), allocate_pool=allocate_pool)
     size = runner.layout.block_bytes
     assert len(asked[0]) == 3 * size and not any(asked[0])
-    runner.run(build_batch([SequenceSlice([3, 4, 5, 6], 0, [BlockId(1)], "none")], block_size=BLOCK, device=CPU))
+    runner.run(build_batch([SequenceSlice([3, 4, 5, 6], 0, [BlockId(1)], "none")], block_size=BLOCK))
     assert not any(asked[0][:size]) and any(asked[0][size : 2 * size]) and not any(asked[0][2 * size :])
     assert bytes(runner.block_bytes(BlockId(1))) == bytes(asked[0][size : 2 * size])
     assert runner.max_model_len == 3 * BLOCK
@@ -336,7 +335,7 @@ def test_bfloat16_stays_near_float32(
     runner = ModelRunner(config, ModelFiles("m", model_folders["llama-9q-3kv"]))
     assert runner.layout.dtype == "bfloat16" and runner.pool.dtype == torch.bfloat16
     slices = [SequenceSlice(prompt(6, 1), 0, [BlockId(1), BlockId(2)], "all")]
-    batch = build_batch(slices, block_size=BLOCK, device=CPU)
+    batch = build_batch(slices, block_size=BLOCK)
     rough, fine = runner.run(batch), exact.run(batch)
     assert rough.dtype == torch.float32
     assert torch.nn.functional.cosine_similarity(rough, fine, dim=-1).min() > 0.98

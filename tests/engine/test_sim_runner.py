@@ -10,7 +10,6 @@ from engine.ids import BlockId
 from engine.kv_layout import KvLayout
 from engine.sim_runner import SimCost, SimRunner
 
-CPU = torch.device("cpu")
 LAYOUT = KvLayout(num_layers=3, kv_heads=2, head_dim=4, block_size=4, dtype="float32")
 TOKENS = [5, 9, 5, 1, 0, 7, 7, 3, 2, 8]
 
@@ -21,7 +20,7 @@ def runner(**options: object) -> SimRunner:
 
 def logits(sim: SimRunner, tokens: list[int], start: int, blocks: list[int], wanted: str = "last") -> torch.Tensor:
     part = SequenceSlice(tokens, start, [BlockId(b) for b in blocks], wanted)  # type: ignore[arg-type]
-    return sim.run(build_batch([part], block_size=4, device=CPU))
+    return sim.run(build_batch([part], block_size=4))
 
 
 def test_logits_follow_from_the_history_alone() -> None:
@@ -41,7 +40,7 @@ def test_batch_mates_change_nothing() -> None:
         SequenceSlice(TOKENS[:3], 0, [BlockId(8)], "none"),
         SequenceSlice(TOKENS[:2], 0, [BlockId(9)], "last"),
     ]
-    rows = sim.run(build_batch(slices, block_size=4, device=CPU))
+    rows = sim.run(build_batch(slices, block_size=4))
     assert torch.equal(rows[:1], logits(runner(), TOKENS, 0, [0, 1, 2]))
     assert torch.equal(rows[1:], logits(runner(), TOKENS[:2], 0, [0]))
 
@@ -90,7 +89,7 @@ def test_stale_content_of_a_reused_block_is_not_read() -> None:
 def test_layers_are_reported_in_order_once_written() -> None:
     sim = runner()
     seen: list[tuple[int, int]] = []
-    batch = build_batch([SequenceSlice([5], 0, [BlockId(2)], "last")], block_size=4, device=CPU)
+    batch = build_batch([SequenceSlice([5], 0, [BlockId(2)], "last")], block_size=4)
 
     def on_layer(layer: int) -> None:
         block = bytes(sim.block_bytes(BlockId(2)))

@@ -58,9 +58,10 @@ def random_model(model_type: str, **settings: Any) -> PreTrainedModel:
         AutoConfig.for_model(model_type, **{**small, **settings}), attn_implementation="eager"
     )
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             spread = torch.randn_like(parameter) * 0.2
-            parameter.copy_((spread + (1.0 if parameter.ndim == 1 else 0.0)).to(torch.bfloat16).float())
+            centre = 1.0 if parameter.ndim == 1 and not name.endswith("bias") else 0.0  # scales of norms, mostly
+            parameter.copy_((spread + centre).to(torch.bfloat16).float())
     return model.float().eval()
 
 

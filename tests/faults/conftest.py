@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.cluster_processes import ClusterProcesses, wait_until
+from tests.e2e.cluster_processes import ClusterProcesses, slow_steps, wait_until
 from tests.e2e.conftest import tiny_model
 
 __all__ = ["tiny_model"]
@@ -29,6 +29,7 @@ def shared_cluster(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -
         routers=2,
         node_flags=[*deadline, "--num-blocks", "128"],
         router_flags=deadline,
+        faults={"decode-0": slow_steps(0.01), "decode-1": slow_steps(0.01)},
     )
     try:
         yield cluster.start()

@@ -15,7 +15,7 @@ from tests.faults.streams import Stream
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
 
-LONG = 400
+LONG = 200
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
@@ -63,10 +63,11 @@ def test_nodes_that_die_while_sending_and_before_the_commit(cluster: ClusterProc
     prompts = [prompt_of(90, seed=seed) for seed in range(50, 56)]
     expected = [cluster.tokens(prompt, max_tokens=12, ignore_eos=True) for prompt in prompts]
     for name, faults in (("prefill-0", "before_send=exit@2"), ("decode-0", "before_commit=exit")):
+        usual = cluster[name].environment["PDSERVE_FAULTS"]
         cluster[name].kill()
         cluster[name].environment["PDSERVE_FAULTS"] = faults
         cluster[name].start()
-        cluster[name].environment["PDSERVE_FAULTS"] = ""
+        cluster[name].environment["PDSERVE_FAULTS"] = usual
     cluster.wait_for_nodes(4)
     # Both decode nodes and both prefill nodes get work, so both faults strike.
     streams = [Stream(cluster, prompt, max_tokens=12) for prompt in prompts]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.cluster_processes import wait_until
+from tests.e2e.cluster_processes import slow_steps, wait_until
 from tests.e2e.reference import Reference
 from tests.faults.network_hosts import HostCluster, Network, why_impossible
 from tests.faults.streams import Stream
@@ -47,6 +47,7 @@ def cluster(network: Network, tiny_model: Path, tmp_path_factory: pytest.TempPat
         },
         flags=["--progress-deadline", str(PROGRESS_DEADLINE_S)],
         node_flags=["--num-blocks", "512"],
+        faults={"decode-0": slow_steps(0.01), "decode-1": slow_steps(0.01)},
     )
     try:
         cluster.start()

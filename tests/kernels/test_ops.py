@@ -1,4 +1,4 @@
-"""The operations equal their oracle: paged attention in every shape, KV writes, counter-based noise."""
+"""The operations equal their oracle: paged attention in every shape and form, KV writes, counter-based noise."""
 
 from __future__ import annotations
 
@@ -104,22 +104,71 @@ def test_attention_of_long_chunks(query_len: int, history: int) -> None:
     torch.testing.assert_close(case.run(), case.expected(), atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("window", [1, 7, 8, 9, 100])
-def test_window_counts_the_query_itself(window: int) -> None:
-    case = Case([(1, 8), (8, 8), (3, 8), (1, 9), (1, 3), (9, 9)])
-    torch.testing.assert_close(case.run(window=window), case.expected(window=window), atol=2e-5, rtol=2e-5)
+SINKS = torch.tensor([1.5, -2.0, 0.0, 6.0, -30.0, 0.3])
+SCORINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "capped": {"soft_cap": 0.7},
+    "sinks": {"sinks": SINKS},
+    "both": {"soft_cap": 3.0, "sinks": SINKS},
+}
 
 
+@pytest.mark.parametrize("scoring", list(SCORINGS))
+@pytest.mark.parametrize("window", [None, 1, 7, 8, 9, 100])
+def test_windows_soft_caps_and_sinks(window: int | None, scoring: str) -> None:
+    """A window counts the query itself; contexts lie below, at and above it, new and old tokens on both sides."""
+    case = Case([(1, 8), (8, 8), (3, 8), (1, 9), (1, 3), (9, 9), (2, 30), (12, 25), (1, 40)])
+    options = {"window": window, **SCORINGS[scoring]}
+    result, expected = case.run(**options), case.expected(**options)
+    torch.testing.assert_close(result, expected, atol=2e-5, rtol=2e-5)
+    for name in SCORINGS[scoring] if window != 1 else ():  # a lost option would be seen
+        assert (case.expected(**{**options, name: None}) - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("scoring", list(SCORINGS))
+@pytest.mark.parametrize("window", [5, 127, 128, 129, 130])
+def test_windows_across_tiles(window: int, scoring: str) -> None:
+    case = Case([(300, 300), (259, 330)], heads=6, kv_heads=3, head_dim=8, block_size=16, num_layers=2)
+    options = {"window": window, **SCORINGS[scoring]}
+    torch.testing.assert_close(case.run(**options), case.expected(**options), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("scoring", list(SCORINGS))
+def test_layers_of_one_batch_may_differ_in_their_windows(scoring: str) -> None:
+    case = Case(MIXED)
+    plan = case.plan(case.pool)
+    for layer, window in enumerate([3, None, 3]):
+        expected = case.expected(layer, window=window, **SCORINGS[scoring])
+        ops.write_kv(plan, layer, case.key, case.value)
+        result = ops.paged_attention(
+            plan, layer, case.query, case.key, case.value, scale=0.3, window=window, **SCORINGS[scoring]
+        )
+        torch.testing.assert_close(result, expected, atol=2e-5, rtol=2e-5)
+
+
+def test_soft_caps_and_sinks_of_huge_scores_stay_finite() -> None:
+    case = Case(MIXED)
+    case.query *= 1e4
+    options = {"soft_cap": 50.0, "sinks": SINKS * 1e3}
+    torch.testing.assert_close(case.run(**options), case.expected(**options), atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(case.run(sinks=SINKS), case.expected(sinks=SINKS), atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.parametrize("scoring", list(SCORINGS))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype: torch.dtype) -> None:
+def test_half_precision(dtype: torch.dtype, scoring: str) -> None:
     case = Case(MIXED, dtype=dtype)
-    torch.testing.assert_close(case.run().float(), case.expected().float(), atol=2e-2, rtol=2e-2)
+    options = SCORINGS[scoring]
+    torch.testing.assert_close(case.run(**options).float(), case.expected(**options).float(), atol=2e-2, rtol=2e-2)
 
 
-def test_a_sequence_gets_the_same_bits_alone_and_in_a_batch() -> None:
-    lens = [(1, 300), (40, 40), (30, 90), (1, 17), (1, 300)]
-    batch = Case(lens, heads=9, kv_heads=3, head_dim=64, block_size=16)
-    together = batch.run()
+@pytest.mark.parametrize("scoring", list(SCORINGS))
+@pytest.mark.parametrize("window", [None, 16, 50])
+def test_a_sequence_gets_the_same_bits_alone_and_in_a_batch(window: int | None, scoring: str) -> None:
+    lens = [(1, 300), (40, 40), (30, 90), (1, 17), (1, 300), (70, 280)]
+    options = {"window": window, **SCORINGS[scoring]}
+    batch = Case(lens, heads=6, kv_heads=3, head_dim=64, block_size=16)
+    together = batch.run(**options)
     width = max(map(len, batch.tables))
     for index, (query_len, context) in enumerate(lens):
         first = batch.query_starts[index]
@@ -132,7 +181,7 @@ def test_a_sequence_gets_the_same_bits_alone_and_in_a_batch() -> None:
             block_tables=torch.tensor([batch.tables[index] + [0] * (width - len(batch.tables[index]))]),
         )
         parts = [tensor[:, rows].contiguous() for tensor in (batch.query, batch.key, batch.value)]
-        alone = ops.paged_attention(plan, 1, *parts, scale=0.3)
+        alone = ops.paged_attention(plan, 1, *parts, scale=0.3, **options)
         assert torch.equal(alone, together[rows])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -10,7 +11,9 @@ import pytest
 import typer
 
 from engine import model_store
+from engine.model_store import ModelFiles
 from pdserve import options as options_module
+from pdserve.launcher import make_plan
 from pdserve.options import (
     DEFAULT_MODEL,
     DecodeOptions,
@@ -195,6 +198,38 @@ def test_settings_reach_the_roles() -> None:
     assert prefill.node.engine.num_threads == 3
     assert (prefill.node.node_id, prefill.node.cluster) == ("p", "c")
     assert DecodeOptions(shared_memory=False).decode_config().shared_memory is False
+    decode = DecodeOptions(swap_space=2.5, itl_bound_ms=70.0, scheduling_policy="fcfs").decode_config()
+    assert (decode.swap_bytes, decode.itl_bound_s, decode.scheduling_policy) == (2560 * 1024**2, 0.07, "fcfs")
+    assert PrefillOptions(scheduling_policy="fcfs").prefill_config().scheduling_policy == "fcfs"
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (DecodeOptions(swap_space=-1.0), "--swap-space must be at least 0"),
+        (DecodeOptions(swap_space=float("inf")), "--swap-space must be at least 0"),
+        (DecodeOptions(itl_bound_ms=0.0), "--itl-bound-ms must be greater than 0"),
+        (DecodeOptions(scheduling_policy="lifo"), "--scheduling-policy must be one of fcfs, priority"),
+    ],
+)
+def test_wrong_setting_of_a_decode_node_names_its_flag(options: DecodeOptions, sentence: str) -> None:
+    with pytest.raises(typer.BadParameter, match=re.escape(sentence)):
+        options.decode_config()
+
+
+def test_settings_of_a_box_reach_its_nodes(tmp_path: Path) -> None:
+    options = ServeOptions(redis_url="redis://there", swap_space=2.5, itl_bound_ms=70.0, scheduling_policy="fcfs")
+    config = options.router_config(redis_url="redis://there", cluster="c")
+    plan = make_plan(options, config, ModelFiles("tiny", tmp_path), None)
+    (_, prefill), (_, decode) = plan.prefill[0], plan.decode[0]
+    for flag, value, reaches_prefill in (
+        ("--swap-space", "2.5", False),
+        ("--itl-bound-ms", "70.0", False),
+        ("--scheduling-policy", "fcfs", True),
+    ):
+        assert decode[decode.index(flag) + 1] == value
+        assert (flag in prefill) is reaches_prefill
+        assert flag not in plan.router[1]
 
 
 def test_every_flag_has_help_and_its_own_variable() -> None:

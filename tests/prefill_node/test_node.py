@@ -12,11 +12,13 @@ import grpc
 import pytest
 import torch
 
+from engine.config import EngineConfig, NodeConfig
 from engine.forward_batch import ForwardBatch
 from engine.sampling_params import SamplingParams
-from engine.sim_runner import SimRunner
+from engine.sim_runner import SimCost, SimRunner
 from kv_transfer.channels import open_channel
 from kv_transfer.wire import fingerprint_to_wire, sampling_to_wire
+from prefill_node.config import PrefillConfig
 from proto import worker_pb2 as pb
 from proto import worker_pb2_grpc
 from tests.node_cluster import SIM_LAYOUT, Host, alone, cluster, idle, pool_memory, sim_runner, until
@@ -348,6 +350,83 @@ async def test_every_field_turned_into_nonsense_gets_an_answer() -> None:
     memory.close()
 
 
+async def test_a_system_prompt_of_three_requests_that_come_together_is_computed_once() -> None:
+    system = list(range(100, 142))
+    prompts = [[*system, 200 + number, 7, 7] for number in range(3)]
+    async with cluster() as nodes:
+        host = await nodes.prefill(sim_runner(128, step_s=0.02), engine={"max_num_batched_tokens": 16})
+        async with decode_side(host) as decode:
+            sides = [await decode().open(decode().message(str(i), prompt)) for i, prompt in enumerate(prompts)]
+            cached = [(await side.hear("started")).started.cached_tokens for side in sides]
+            for side, prompt in zip(sides, prompts, strict=True):
+                first = (await side.hear("first_tokens")).first_tokens
+                assert [token.token_id for token in first.tokens] == alone(prompt, 1)
+            # 42 tokens in common are ten full blocks of four.
+            assert sorted(cached) == [0, 40, 40]
+            status = host.node.status()
+            assert status.prefill_tokens_computed == 45 + 2 * 5
+            assert status.prefill_tokens_cached == 80
+            for side in sides:
+                side.call.cancel()
+
+
+@pytest.mark.parametrize("how", ["cancelled", "failed"])
+async def test_who_waits_for_a_prefix_takes_over_when_its_hand_off_ends(how: str) -> None:
+    system = list(range(100, 140))
+    # A step that meets token 500 raises, and ends the hand-off whose step it was.
+    first_prompt = [*system, 500 if how == "failed" else 1, 7]
+    async with cluster() as nodes:
+        host = await nodes.prefill(poisoned(step_s=0.05), engine={"max_num_batched_tokens": 16})
+        async with decode_side(host) as decode:
+            first = await decode().open(decode().message("first", first_prompt))
+            await first.hear("started")
+            second = await decode().open(decode().message("second", [*system, 2, 7]))
+            await second.hear("accepted")
+            if how == "failed":
+                assert await first.failure() == "step_failed"
+            else:
+                first.call.cancel()
+            tokens = (await second.hear("first_tokens")).first_tokens.tokens
+            assert [token.token_id for token in tokens] == alone([*system, 2, 7], 1)
+            assert host.node.status().prefill_tokens_computed <= len(first_prompt) + 16 + 2
+            second.call.cancel()
+
+
+async def test_a_short_prompt_is_answered_while_a_long_one_computes() -> None:
+    async with cluster() as nodes:
+        host = await nodes.prefill(sim_runner(256, step_s=0.02), engine={"max_num_batched_tokens": 16})
+        async with decode_side(host) as decode:
+            long = await decode().open(decode().message("long", range(480)))
+            await long.hear("started")
+            short = await decode().open(decode().message("short", [301, 302]))
+            await short.hear("first_tokens")
+            (job,) = [job for job in host.node.scheduler._computing if job.attempt_id == "long"]
+            assert not job.is_computed, "thirty steps of the long prompt did not come first"
+            for side in (short, long):
+                side.call.cancel()
+
+
+def test_an_unknown_policy_is_named() -> None:
+    node = NodeConfig(engine=EngineConfig(model="x"))
+    with pytest.raises(ValueError, match="scheduling_policy must be one of fcfs, priority, not 'lottery'"):
+        PrefillConfig(node, scheduling_policy="lottery")  # type: ignore[arg-type]
+
+
+async def test_priority_comes_over_the_wire() -> None:
+    async with cluster() as nodes:
+        host = await nodes.prefill(sim_runner(step_s=0.05), engine={"max_num_batched_tokens": 8})
+        async with decode_side(host) as decode:
+            busy = await decode().open(decode().message("busy"))
+            await busy.hear("started")
+            usual = await decode().open(decode().message("usual", range(40, 50), priority=2))
+            urgent = await decode().open(decode().message("urgent", range(60, 80), priority=-1))
+            await urgent.hear("first_tokens")
+            assert not host.node._senders["usual"].job.is_computed, "the longer, later, but more urgent one came first"
+            await usual.hear("first_tokens")
+            for side in (busy, usual, urgent):
+                side.call.cancel()
+
+
 class Poisoned(SimRunner):
     """Raises for one token, and gives NaN for another."""
 
@@ -361,8 +440,8 @@ class Poisoned(SimRunner):
         return logits
 
 
-def poisoned() -> Poisoned:
-    return Poisoned(num_blocks=64, layout=SIM_LAYOUT)
+def poisoned(*, step_s: float = 0.0) -> Poisoned:
+    return Poisoned(num_blocks=64, layout=SIM_LAYOUT, cost=SimCost(step_s=step_s))
 
 
 async def test_a_step_that_raises_ends_its_own_hand_offs_only() -> None:

@@ -1,0 +1,81 @@
+"""What steps, recomputation and copies cost here, learned from what they took. Knows no clock and no requests."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+_KEPT = 0.8
+"""Weight of what is known against what a new measurement says."""
+
+
+@dataclass(slots=True)
+class Rate:
+    """Units per second, from decaying sums: recent measurements count more than old, large ones more than small."""
+
+    units: float = 0.0
+    seconds: float = 0.0
+
+    def record(self, units: float, seconds: float) -> None:
+        """So many units took so many seconds. What took no time says nothing."""
+        if units > 0 and seconds > 0:
+            self.units = self.units * _KEPT + units
+            self.seconds = self.seconds * _KEPT + seconds
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything was measured."""
+        return self.seconds > 0
+
+    def time_s(self, units: float) -> float:
+        """Seconds for so many units; 0 while nothing is known."""
+        return units * self.seconds / self.units if self.is_known else 0.0
+
+
+@dataclass(slots=True)
+class Costs:
+    """The scheduler asks, the node records.
+
+    Attributes:
+        decode_step_s: of a step that only decodes; 0 until known.
+        prompt: tokens per second of prompts in steps, beyond what decoding takes of these.
+        handed_off: tokens per second of hand-offs, from their opening to their commit.
+        copied: bytes per second to or from host memory.
+    """
+
+    decode_step_s: float = 0.0
+    prompt: Rate = field(default_factory=Rate)
+    handed_off: Rate = field(default_factory=Rate)
+    copied: Rate = field(default_factory=Rate)
+
+    def record_step(self, *, seconds: float, decode_tokens: int, prompt_tokens: int) -> None:
+        """A step is done."""
+        if prompt_tokens:
+            beyond = seconds - (self.decode_step_s if decode_tokens else 0.0)
+            # A step that was quicker than decoding alone still says that prompts are cheap.
+            self.prompt.record(prompt_tokens, max(beyond, seconds * 0.05))
+        elif decode_tokens:
+            known = self.decode_step_s or seconds
+            self.decode_step_s = known * _KEPT + seconds * (1 - _KEPT)
+
+    def prompt_tokens_within(self, bound_s: float, *, least: int) -> int:
+        """Prompt tokens that a step which also decodes may compute so that it takes `bound_s`; `least` while unknown.
+
+        Where decoding alone takes most of the bound, prompts still get half as much time as decoding, and never fewer
+        than `least` tokens: they must get on.
+        """
+        if not self.prompt.is_known:
+            return least
+        time_s = max(bound_s - self.decode_step_s, self.decode_step_s / 2)
+        return max(least, int(time_s * self.prompt.units / self.prompt.seconds))
+
+    def copy_is_quicker(self, num_bytes: int, num_tokens: int) -> bool:
+        """Whether copying bytes out and in again takes less time than computing the tokens again, wherever that is.
+
+        A copy where one of the two is unknown: it nearly always wins, and only doing it teaches what it costs.
+        """
+        recomputed = [rate.time_s(num_tokens) for rate in (self.prompt, self.handed_off) if rate.is_known]
+        return not recomputed or self.copied.time_s(2 * num_bytes) <= min(recomputed)
+
+    def hand_off_is_quicker(self, num_tokens: int) -> bool:
+        """Whether a prefill node has tokens ready sooner than this node; where nothing is known it does."""
+        return not self.prompt.is_known or self.handed_off.time_s(num_tokens) <= self.prompt.time_s(num_tokens)

@@ -1,0 +1,280 @@
+// Products of activations [tokens, depth] with weights [rows, depth], both with contiguous rows: each result is one
+// dot product.
+//
+// Each result is summed in one vector, over the depth in order, and folded in one way. So it has the same bits whatever
+// the number of tokens, the tile it falls into and the thread that computes it. Weights of 16 bits are widened in
+// registers or, for many tokens, once into a panel that stays in the cache.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "matrix_tiles.h"
+#include "team.h"
+#include "vectors.h"
+
+namespace {
+
+constexpr int kTileRows = 4;                             // of weights
+constexpr int kTileTokens = kLanes == 8 ? 3 : 6;         // accumulators fill 16 or 32 registers
+constexpr int64_t kTaskRows = 32;                        // of weights, as one task
+// Of activations that stay in the second-level cache; processors with matrix tiles have 2 MiB of it.
+constexpr int64_t kTokenBlockBytes = (kHasTiles ? 1024 : 256) * 1024;
+constexpr int64_t kTokenBlockStep = kHasTiles ? 2 * kTile : kTileTokens * 4;
+
+constexpr int64_t kAheadBytes = 8 * 1024;                // of weights that are fetched beyond the next tile
+
+static_assert(kTaskRows % kTileRows == 0);
+
+// Asks for the weights that come after this tile's, line by line at the pace at which the tile is read. Memory then sees
+// one long run instead of a few short ones side by side, which its own prefetching follows only half as fast.
+class Ahead {
+   public:
+    Ahead(const void* weights, int64_t tile_bytes)
+        : next_(static_cast<const char*>(weights) + tile_bytes + kAheadBytes) {}
+
+    // Called once for each `bytes` read.
+    void fetch(int64_t bytes) {
+        for (int64_t offset = 0; offset < bytes; offset += 64) __builtin_prefetch(next_ + offset);
+        next_ += bytes;
+    }
+
+   private:
+    const char* next_;
+};
+
+// Where a tile's weights come from. From memory they can be kept, widened, in a panel that other tiles then read.
+enum class From { kMemory, kMemoryToPanel, kPanel };
+
+// Dot products of kTileRows rows of weights with TOKENS tokens: for each token, four rows. Activations are padded with
+// zeros to whole vectors, and so are the rows of a panel; weights are not read past their depth.
+template <int TOKENS, From FROM, class Weight>
+inline void dot_tile(const Weight* weights, int64_t weight_stride, const float* tokens, int64_t token_stride,
+                     int64_t depth, float* panel, Floats4 (&result)[TOKENS]) {
+    Floats totals[TOKENS][kTileRows] = {};
+    const int64_t whole = depth / kLanes * kLanes, panel_stride = round_up(depth, kLanes);
+    Ahead ahead(weights, kTileRows * weight_stride * sizeof(Weight));
+    for (int64_t k = 0; k < whole; k += kLanes) {
+        if constexpr (FROM != From::kPanel) ahead.fetch(kTileRows * kLanes * sizeof(Weight));
+        Floats activations[TOKENS];
+        for (int t = 0; t < TOKENS; ++t) activations[t] = load(tokens + t * token_stride + k);
+        for (int r = 0; r < kTileRows; ++r) {
+            Floats weight = load(weights + r * weight_stride + k);
+            if constexpr (FROM == From::kMemoryToPanel) store(panel + r * panel_stride + k, weight);
+            for (int t = 0; t < TOKENS; ++t) totals[t][r] += weight * activations[t];
+        }
+    }
+    if (whole < depth) {
+        for (int r = 0; r < kTileRows; ++r) {
+            Floats weight = load_first(weights + r * weight_stride + whole, depth - whole);
+            if constexpr (FROM == From::kMemoryToPanel) store(panel + r * panel_stride + whole, weight);
+            for (int t = 0; t < TOKENS; ++t) totals[t][r] += weight * load(tokens + t * token_stride + whole);
+        }
+    }
+    for (int t = 0; t < TOKENS; ++t) result[t] = sums(totals[t][0], totals[t][1], totals[t][2], totals[t][3]);
+}
+
+// A tile of `count` tokens, at most TOKENS.
+template <int TOKENS, From FROM, class Weight, class Sink>
+inline void tile(int64_t count, const Weight* weights, int64_t weight_stride, const float* tokens, int64_t token_stride,
+                 int64_t depth, float* panel, const Sink& sink) {
+    if constexpr (TOKENS > 1) {
+        if (count < TOKENS) {
+            tile<TOKENS - 1, FROM>(count, weights, weight_stride, tokens, token_stride, depth, panel, sink);
+            return;
+        }
+    }
+    Floats4 result[TOKENS];
+    dot_tile<TOKENS, FROM>(weights, weight_stride, tokens, token_stride, depth, panel, result);
+    for (int t = 0; t < TOKENS; ++t) sink(t, result[t]);
+}
+
+// Rows [first_row, last_row) of weights with tokens [first_token, last_token). `sink(token, row, values)` takes four
+// rows of one token at a time; of the last four, those past `num_rows` mean nothing.
+template <class Weight, class Sink>
+void multiply(const Weight* weights, int64_t num_rows, int64_t depth, const float* tokens, int64_t token_stride,
+              int64_t first_token, int64_t last_token, int64_t first_row, int64_t last_row, float* panel,
+              const Sink& sink) {
+    const int64_t padded = round_up(depth, kLanes), count = last_token - first_token;
+    for (int64_t row = first_row; row < last_row; row += kTileRows) {
+        const Weight* from = weights + row * depth;
+        int64_t token = first_token;
+        if (row + kTileRows > num_rows) {
+            // Fewer rows than a tile has: the others are zeros.
+            for (int64_t r = 0; r < kTileRows; ++r) {
+                float* to = panel + r * padded;
+                for (int64_t k = 0; k < padded; k += kLanes) {
+                    const int64_t there = row + r < num_rows ? std::clamp<int64_t>(depth - k, 0, kLanes) : 0;
+                    store(to + k, load_first(from + r * depth + k, there));
+                }
+            }
+        } else if (count <= kTileTokens) {
+            tile<kTileTokens, From::kMemory>(count, from, depth, tokens + token * token_stride, token_stride, depth, nullptr,
+                                             [&](int64_t t, Floats4 values) { sink(token + t, row, values); });
+            continue;
+        } else {
+            tile<kTileTokens, From::kMemoryToPanel>(
+                count, from, depth, tokens + token * token_stride, token_stride, depth, panel,
+                [&](int64_t t, Floats4 values) { sink(token + t, row, values); });
+            token += kTileTokens;
+        }
+        for (; token < last_token; token += kTileTokens) {
+            tile<kTileTokens, From::kPanel>(last_token - token, panel, padded, tokens + token * token_stride,
+                                            token_stride, padded, nullptr,
+                                            [&](int64_t t, Floats4 values) { sink(token + t, row, values); });
+        }
+    }
+}
+
+// Tokens of one block: as many as stay in the second-level cache.
+inline int64_t token_block(int64_t num_tokens, int64_t depth) {
+    int64_t fitting = kTokenBlockBytes / (4 * depth) / kTokenBlockStep * kTokenBlockStep;
+    return std::min(num_tokens, std::max(fitting, 2 * kTokenBlockStep));
+}
+
+// Room for one member. A new one for each product: it remembers which tokens it holds packed.
+class Panel {
+   public:
+    static int64_t floats(int64_t num_tokens, int64_t depth) {
+        int64_t packed = kHasTiles ? round_up(token_block(num_tokens, depth), kTile) * round_up(depth, kTileDepth) / 2 : 0;
+        return kTileRows * round_up(depth, kLanes) + packed + (kHasTiles ? kResults : 0);
+    }
+
+    Panel(float* memory, int64_t depth)
+        : weights(memory),
+          results(memory + kTileRows * round_up(depth, kLanes)),
+          packed(reinterpret_cast<uint32_t*>(results + (kHasTiles ? kResults : 0))) {}
+
+    float* weights;    // [kTileRows, padded depth], widened
+    float* results;    // [2, 2, kTile, kTile], of tiles
+    uint32_t* packed;  // [token tiles, depth / 2, kTile]
+    int64_t first_packed = -1;
+
+   private:
+    static constexpr int64_t kResults = 4 * kTile * kTile;
+};
+
+struct Matrix {
+    const void* weights;  // [rows, depth]
+    int64_t rows;
+    const float* bias;  // [rows] or null
+};
+
+// Which part of a product one task computes.
+struct Part {
+    int matrix;
+    int64_t first_token, last_token, first_row, last_row;
+};
+
+// The tasks of a product with several matrices of one depth. Those of one block of tokens follow each other.
+template <int MATRICES>
+class Parts {
+   public:
+    Parts(const Matrix (&matrices)[MATRICES], int64_t num_tokens, int64_t depth)
+        : num_tokens_(num_tokens), token_block_(token_block(num_tokens, depth)) {
+        ends_[0] = 0;
+        for (int m = 0; m < MATRICES; ++m) {
+            rows_[m] = matrices[m].rows;
+            ends_[m + 1] = ends_[m] + (rows_[m] + kTaskRows - 1) / kTaskRows;
+        }
+    }
+
+    int64_t count() const {
+        return num_tokens_ == 0 ? 0 : ends_[MATRICES] * ((num_tokens_ + token_block_ - 1) / token_block_);
+    }
+
+    Part operator[](int64_t task) const {
+        int64_t first_token = task / ends_[MATRICES] * token_block_;
+        int64_t place = task % ends_[MATRICES];
+        int m = 0;
+        while (place >= ends_[m + 1]) ++m;
+        int64_t first_row = (place - ends_[m]) * kTaskRows;
+        return {m, first_token, std::min(first_token + token_block_, num_tokens_), first_row,
+                std::min(first_row + kTaskRows, rows_[m])};
+    }
+
+   private:
+    int64_t num_tokens_, token_block_;
+    int64_t ends_[MATRICES + 1], rows_[MATRICES];
+};
+
+#if defined(PDSERVE_TILES)
+
+// As multiply, for a depth and rows that are whole tiles.
+template <class Sink>
+void multiply_by_tiles(const Bfloat16* weights, int64_t depth, const float* tokens, int64_t token_stride,
+                       const Part& part, Panel& panel, const Sink& sink) {
+    const int64_t count = part.last_token - part.first_token, token_words = depth / 2 * kTile;
+    tokens += part.first_token * token_stride;
+    if (panel.first_packed != part.first_token) {
+        panel.first_packed = part.first_token;
+        for (int64_t t = 0; t < count; t += kTile) {
+            auto row_of = [&](int64_t i) { return t + i < count ? tokens + (t + i) * token_stride : nullptr; };
+            pack_tokens(row_of, depth, panel.packed + t / kTile * token_words);
+        }
+    }
+    for (int64_t row = part.first_row; row < part.last_row; row += 2 * kTile) {
+        const bool are_two_rows = row + kTile < part.last_row;
+        const Bfloat16* from = weights + row * depth;
+        for (int64_t t = 0; t < count; t += 2 * kTile) {
+            const bool are_two_tokens = t + kTile < count, is_streamed = t == 0;
+            const uint32_t* packed = panel.packed + t / kTile * token_words;
+            if (are_two_rows && are_two_tokens) multiply_tiles<2, 2>(from, depth, packed, is_streamed, panel.results);
+            if (are_two_rows && !are_two_tokens) multiply_tiles<2, 1>(from, depth, packed, is_streamed, panel.results);
+            if (!are_two_rows && are_two_tokens) multiply_tiles<1, 2>(from, depth, packed, is_streamed, panel.results);
+            if (!are_two_rows && !are_two_tokens) multiply_tiles<1, 1>(from, depth, packed, is_streamed, panel.results);
+            const float* results = panel.results;
+            for (int r = 0; r < 1 + are_two_rows; ++r) {
+                for (int tile = 0; tile < 1 + are_two_tokens; ++tile, results += kTile * kTile) {
+                    Words square[kTile];
+                    std::memcpy(square, results, sizeof square);
+                    transpose(square);
+                    const int64_t first = t + tile * kTile, end = std::min(first + kTile, count);
+                    for (int64_t token = first; token < end; ++token) {
+                        Floats4 values[kTile / 4];
+                        std::memcpy(values, &square[token - first], sizeof values);
+                        for (int i = 0; i < kTile / 4; ++i) {
+                            sink(part.first_token + token, row + r * kTile + 4 * i, values[i]);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+#endif
+
+// One task: rows of one matrix with a block of tokens, bias added. Sink as for multiply, but with `count` of the rows.
+template <class Weight, class Sink>
+void multiply(const Matrix& matrix, int64_t depth, const float* tokens, int64_t token_stride, const Part& part,
+              Panel& panel, const Sink& sink) {
+    const Weight* weights = static_cast<const Weight*>(matrix.weights);
+    auto with_bias = [&](int64_t token, int64_t row, Floats4 values) {
+        const int count = static_cast<int>(std::min<int64_t>(kTileRows, matrix.rows - row));
+        if (matrix.bias != nullptr) {
+            for (int r = 0; r < count; ++r) values[r] += matrix.bias[row + r];
+        }
+        sink(token, row, values, count);
+    };
+#if defined(PDSERVE_TILES)
+    if constexpr (std::is_same_v<Weight, Bfloat16>) {
+        if (depth % kTileDepth == 0 && matrix.rows % kTile == 0) {
+            multiply_by_tiles(weights, depth, tokens, token_stride, part, panel, with_bias);
+            return;
+        }
+    }
+#endif
+    multiply(weights, matrix.rows, depth, tokens, token_stride, part.first_token, part.last_token, part.first_row,
+             part.last_row, panel.weights, with_bias);
+}
+
+inline void put(float* to, Floats4 values, int count) {
+    if (count == kTileRows) {
+        std::memcpy(to, &values, sizeof values);
+    } else {
+        std::memcpy(to, &values, count * sizeof(float));
+    }
+}
+
+}  // namespace

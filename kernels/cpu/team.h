@@ -1,0 +1,144 @@
+// A few threads that compute one region together. They spin briefly between phases and sleep when there is nothing.
+#pragma once
+
+#include <unistd.h>
+
+#include <atomic>
+#include <functional>
+#include <mutex>
+#include <system_error>
+#include <thread>
+
+namespace {
+
+inline void pause_briefly() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// Waits until `value` is no longer `old`: spinning first, then asleep in the kernel.
+inline void wait_for_change(const std::atomic<int>& value, int old, int spins) {
+    for (int spin = 0; spin < spins; ++spin) {
+        if (value.load(std::memory_order_acquire) != old) return;
+        pause_briefly();
+    }
+    while (value.load(std::memory_order_acquire) == old) value.wait(old, std::memory_order_acquire);
+}
+
+// `size` members, of which the caller of run() is the first. Never destroyed: its threads sleep until the process ends.
+class Team {
+   public:
+    explicit Team(int size) : size_(size), process_(getpid()) {}
+
+    // False where the system gives no more threads.
+    bool start() {
+        try {
+            for (int member = 1; member < size_; ++member) std::thread([this, member] { work(member); }).detach();
+        } catch (const std::system_error&) {
+            return false;
+        }
+        return true;
+    }
+
+    int size() const { return size_; }
+    bool is_of_this_process() const { return process_ == getpid(); }
+
+    // Every member calls `region(member)`; returns when all have. One caller at a time.
+    void run(const std::function<void(int)>& region) {
+        next_.store(0, std::memory_order_relaxed);
+        region_ = &region;
+        if (size_ > 1) {
+            generation_.fetch_add(1, std::memory_order_release);
+            generation_.notify_all();
+        }
+        region(0);
+        barrier();
+    }
+
+    // All members must come; then the tasks of the next phase begin at 0.
+    void barrier() {
+        if (size_ == 1) {
+            next_.store(0, std::memory_order_relaxed);
+            return;
+        }
+        int phase = phase_.load(std::memory_order_relaxed);
+        if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
+            arrived_.store(0, std::memory_order_relaxed);
+            next_.store(0, std::memory_order_relaxed);
+            phase_.store(phase + 1, std::memory_order_release);
+            phase_.notify_all();
+        } else {
+            wait_for_change(phase_, phase, kSpins);
+        }
+    }
+
+    // Calls `body(task)` for tasks 0 to `count` - 1, each by one member, in no particular order.
+    template <class Body>
+    void share(int64_t count, const Body& body) {
+        if (size_ == 1) {
+            for (int64_t task = 0; task < count; ++task) body(task);
+            return;
+        }
+        for (;;) {
+            int64_t task = next_.fetch_add(1, std::memory_order_relaxed);
+            if (task >= count) return;
+            body(task);
+        }
+    }
+
+   private:
+    static constexpr int kSpins = 4000;
+
+    void work(int member) {
+        int seen = 0;
+        for (;;) {
+            wait_for_change(generation_, seen, kSpins);
+            ++seen;
+            (*region_)(member);
+            barrier();
+        }
+    }
+
+    const int size_;
+    const pid_t process_;
+    const std::function<void(int)>* region_ = nullptr;
+    alignas(64) std::atomic<int> generation_{0};
+    alignas(64) std::atomic<int> phase_{0};
+    alignas(64) std::atomic<int> arrived_{0};
+    alignas(64) std::atomic<int64_t> next_{0};
+};
+
+// Lends the process's team of a size. While somebody has it, others get a team of one: results are the same.
+class TeamLoan {
+   public:
+    explicit TeamLoan(int size) : lock_(mutex(), std::try_to_lock), alone_(1), team_(&alone_) {
+        if (size <= 1 || size > kMost || !lock_.owns_lock()) return;
+        static Team* teams[kMost + 1];
+        // After a fork the threads are gone; what the team held is left behind.
+        if (teams[size] == nullptr || !teams[size]->is_of_this_process()) {
+            Team* team = new Team(size);
+            if (!team->start()) return;  // Left behind too: threads that did start may look at it.
+            teams[size] = team;
+        }
+        team_ = teams[size];
+    }
+
+    Team& team() { return *team_; }
+
+   private:
+    static constexpr int kMost = 512;
+
+    static std::mutex& mutex() {
+        static std::mutex the_mutex;
+        return the_mutex;
+    }
+
+    std::unique_lock<std::mutex> lock_;
+    Team alone_;
+    Team* team_;
+};
+
+}  // namespace
