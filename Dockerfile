@@ -1,7 +1,7 @@
 # One image for every role; the command says which: router, prefill, decode, or serve for all in one.
 #
 #   docker build -t pdserve .                                     CPU
-#   docker build -t pdserve --build-arg VARIANT=cuda .            NVIDIA GPUs (nodes refuse the device for now)
+#   docker build -t pdserve --build-arg VARIANT=cuda .            NVIDIA GPUs
 #
 # TORCH_PIP_ARGS are pip arguments for torch alone. For a small CPU image, name the index of PyTorch's CPU wheels, as
 # its installation page gives it: --build-arg TORCH_PIP_ARGS="--index-url ...". Without it pip takes the default wheel,
@@ -47,6 +47,8 @@ FROM base AS runtime-cuda
 ENV PDSERVE_DEVICE=cuda \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
+# Triton compiles its launchers with it, once for each kernel.
+RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 
 FROM runtime-${VARIANT} AS runtime
 # libgomp: torch's threads; nothing else is missing from the slim image.

@@ -1,1 +1,1 @@
-"""Everything that computes on the device; `kernels.ops` is the only door."""
+"""Everything that computes on the device: `ops` for any model in torch, `cpu_decoder` compiled, `triton_*` for GPUs."""
