@@ -400,7 +400,7 @@ async def test_a_failed_decode_step_fails_its_attempts_and_not_the_node() -> Non
 
 async def test_prefill_dies_while_sending() -> None:
     async with cluster() as nodes:
-        dying, decode = await nodes.prefill(faults="before_send=sleep:9@2"), await nodes.decode()
+        dying, decode = await nodes.prefill(faults="before_complete=sleep:9"), await nodes.decode()
         dying.node.scheduler._max_num_batched_tokens = 8
         async with nodes.router(decode) as router:
             for others in ([], [await nodes.prefill()]):
