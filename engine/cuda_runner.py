@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -177,6 +178,10 @@ class CudaRunner:
             self.vocab_size,
         )
 
+    def _current(self) -> AbstractContextManager[Any]:
+        """Makes the device the current one, which is a matter of each thread: nodes call from three."""
+        return torch.cuda.device(self._device) if self._on_gpu else nullcontext()
+
     @property
     def _on_gpu(self) -> bool:
         return self._device.type == "cuda"
@@ -187,15 +192,18 @@ class CudaRunner:
         if batch.max_block_id >= self.num_blocks:
             raise ValueError(f"block {batch.max_block_id} is not of this pool of {self.num_blocks}")
         written = set((batch.slots // self.layout.block_size).tolist())
-        self._copy_up(batch)
-        logits = None if self._graphs is None else self._graphs.run(batch)
-        if logits is None:
-            logits = self.run_eagerly(batch, on_layer)
-        elif on_layer is not None:
-            for layer in range(self.layout.num_layers):
-                on_layer(layer)
-        if self._computed is not None:
-            self._computed.record()
+        with self._current():
+            self._copy_up(batch)
+            logits = None if self._graphs is None else self._graphs.run(batch)
+            if logits is None:
+                logits = self.run_eagerly(batch, on_layer)
+            elif on_layer is not None:
+                for layer in range(self.layout.num_layers):
+                    on_layer(layer)
+            if self._computed is not None:
+                # A step ends when it is computed: what is measured is true, and neither loop nor mirror meets it.
+                self._computed.record()
+                self._computed.synchronize()
         with self._lock:
             self._host_is_behind |= written
         return logits
@@ -235,10 +243,11 @@ class CudaRunner:
 
     def copy_block(self, source: BlockId, destination: BlockId) -> None:
         """See Runner."""
-        self._copy_blocks_up([source])
-        self.pool[destination].copy_(self.pool[source])
-        if self._computed is not None:
-            self._computed.record()
+        with self._current():
+            self._copy_blocks_up([source])
+            self.pool[destination].copy_(self.pool[source])
+            if self._computed is not None:
+                self._computed.record()
         with self._lock:
             self._device_may_be_behind.discard(destination)
             self._host_is_behind.add(destination)
@@ -247,7 +256,7 @@ class CudaRunner:
         """See Runner. Waits for the device where the block was computed since it was last lent."""
         if not 0 <= block_id < self.num_blocks:
             raise ValueError(f"block {block_id} is not of this pool of {self.num_blocks}")
-        with self._lock:
+        with self._lock, self._current():
             if block_id in self._host_is_behind:
                 self._copy_down(block_id)
                 self._host_is_behind.discard(block_id)

@@ -96,6 +96,8 @@ def library_path(name: str) -> Path | None:
 
 def passes_self_test(path: Path) -> bool:
     """Whether the library computes rightly here, found out in a process that may die of it."""
+    if not sys.executable:
+        return False
     command = [sys.executable, "-I", "-S", "-c", _SELF_TEST, str(path)]
     try:
         return subprocess.run(command, capture_output=True, timeout=60.0).returncode == 0

@@ -31,7 +31,8 @@ bool are_sequences_in_range(const Sequences& sequences, int64_t num_tokens, int6
 bool is_in_range(const DecoderShape& shape, const DecoderBatch& batch) {
     const Sequences sequences{batch.num_sequences, batch.query_starts, batch.context_lens, batch.block_tables,
                               batch.table_stride};
-    return are_sequences_in_range(sequences, batch.num_tokens, shape.block_size, shape.num_blocks) &&
+    return batch.num_logits <= batch.num_tokens &&
+           are_sequences_in_range(sequences, batch.num_tokens, shape.block_size, shape.num_blocks) &&
            all_below(batch.token_ids, batch.num_tokens, shape.vocabulary) &&
            all_below(batch.positions, batch.num_tokens, shape.num_positions) &&
            all_below(batch.slots, batch.num_tokens, shape.num_blocks * shape.block_size) &&

@@ -15,6 +15,7 @@ class Room {
     float* floats(int64_t count) {
         if (count > size_) {
             memory_.reset();
+            size_ = 0;
             memory_.reset(static_cast<float*>(::operator new(count * sizeof(float), std::align_val_t(64))));
             size_ = count;
         }

@@ -3,6 +3,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <functional>
 #include <mutex>
@@ -68,7 +69,8 @@ class Team {
         if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
             arrived_.store(0, std::memory_order_relaxed);
             next_.store(0, std::memory_order_relaxed);
-            phase_.store(phase + 1, std::memory_order_release);
+            // In one order with the waiters' registering, which notify_all() looks at next: a plain store could lie behind it.
+            phase_.store(phase + 1, std::memory_order_seq_cst);
             phase_.notify_all();
         } else {
             wait_for_change(phase_, phase, kSpins);
@@ -115,7 +117,8 @@ class Team {
 class TeamLoan {
    public:
     explicit TeamLoan(int size) : lock_(mutex(), std::try_to_lock), alone_(1), team_(&alone_) {
-        if (size <= 1 || size > kMost || !lock_.owns_lock()) return;
+        size = std::min(size, kMost);
+        if (size <= 1 || !lock_.owns_lock()) return;
         static Team* teams[kMost + 1];
         // After a fork the threads are gone; what the team held is left behind.
         if (teams[size] == nullptr || !teams[size]->is_of_this_process()) {
