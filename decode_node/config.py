@@ -33,7 +33,7 @@ class DecodeConfig:
     shared_memory: bool = True
     scheduling_policy: str = "priority"
     priority_ageing_s: float = 60.0
-    itl_bound_ms: float = 100.0
+    itl_bound_ms: float = 250.0
     swap_space_gib: float = 1.0
 
     def __post_init__(self) -> None:

@@ -339,8 +339,9 @@ class DecodeNode:
         """What lost its K/V goes to a prefill node where that is quicker, and waits for its turn here where not."""
         for sequence in self.scheduler.take_preempted():
             attempt = self._by_sequence.get(sequence)
-            # One that has no tokens yet was computed here by choice.
-            if attempt is None or not attempt.prefill_targets or not sequence.output_token_ids:
+            # One that has no tokens yet was computed here by choice. A beam shares its prompt with idle siblings:
+            # there may be no room for it once more.
+            if attempt is None or not attempt.prefill_targets or not sequence.output_token_ids or attempt.beams:
                 continue
             if self.scheduler.costs.hand_off_is_quicker(sequence.num_tokens):
                 self.scheduler.withdraw(sequence)
@@ -415,7 +416,9 @@ class DecodeNode:
         if not piece.is_last:
             return
         if attempt.beams is not None:
-            self._commit_beam(attempt, attempt.beams, sequence, result.tokens[0])
+            # A beam that was computed again behind its siblings' backs: they have gone on, and it with them.
+            if piece.start + piece.length == sequence.num_tokens:
+                self._commit_beam(attempt, attempt.beams, sequence, result.tokens[0])
             return
         sampled = [sequence, *sequence.siblings]
         if sequence.siblings:
@@ -466,7 +469,7 @@ class DecodeNode:
                 parent,
                 index=child.slot,
                 output_token_ids=[*parent.output_token_ids, child.token_id],
-                arrival=old[child.slot].arrival,
+                arrival=old.get(child.slot, parent).arrival,
                 num_computed=0,
                 block_ids=[],
                 block_hashes=list(parent.block_hashes),
@@ -554,6 +557,7 @@ class DecodeNode:
             if not attempt.unended if attempt.beams is not None else sequence_index in (None, sequence.index):
                 self.scheduler.end(sequence)
         self._finish_if_over(attempt, reason)
+        self._admit()  # What ended may have stood before others that wait.
         self._flush()
 
     def _fail_attempt(self, attempt: Attempt, error: PdserveError) -> None:

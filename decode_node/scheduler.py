@@ -205,9 +205,9 @@ class DecodeScheduler:
         return moves
 
     def take_preempted(self) -> list[DecodeSequence]:
-        """Sequences that `decide` put back to waiting, their K/V lost; `withdraw` those to compute elsewhere."""
-        preempted, self._preempted = self._preempted, []
-        return [sequence for sequence in preempted if not sequence.is_running and sequence.host_copy is None]
+        """Sequences that were put back to waiting, their K/V lost; `withdraw` those to compute elsewhere."""
+        preempted, self._preempted = dict.fromkeys(self._preempted), []
+        return [sequence for sequence in preempted if sequence in self._waiting and sequence.host_copy is None]
 
     def withdraw(self, sequence: DecodeSequence) -> None:
         """A waiting sequence will be computed elsewhere."""
@@ -229,6 +229,7 @@ class DecodeScheduler:
 
     def give_up(self, reservation: Reservation) -> None:
         """The hand-off ended without commit. Its own blocks are the caller's to quarantine and free."""
+        self._refused = None, 0, 0
         if reservation in self._reserved:
             self._reserved.remove(reservation)
             self._pool.release(reservation.held_ids)
@@ -266,6 +267,7 @@ class DecodeScheduler:
         if sequence.is_ended:
             return
         sequence.is_ended = True
+        self._refused = None, 0, 0
         if sequence.output_token_ids and is_whole:
             self.lengths.record(len(sequence.output_token_ids))
         if sequence in self._waiting:
@@ -494,6 +496,7 @@ class DecodeScheduler:
 
     def _leave(self, sequence: DecodeSequence) -> None:
         self._running.remove(sequence)
+        self._refused = None, 0, 0
         sequence.is_running = False
         self._pool.release(sequence.block_ids)
         sequence.block_ids = []

@@ -190,7 +190,7 @@ class DecodeLimitOptions:
         1.0, "Host memory for the KV of preempted sequences; with 0 it is computed again.", LIMITS, metavar="GIB"
     )
     itl_bound_ms: float = option(
-        100.0,
+        250.0,
         "How long prompts that a decode node computes may make a step, when streams wait for it.",
         LIMITS,
         metavar="MS",

@@ -15,9 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from decode_node.beam_group import BeamGroup, Hypothesis, candidates
+from decode_node.config import DecodeConfig
 from decode_node.growth import OutputLengths
-from engine.config import EngineConfig
+from decode_node.node import DecodeNode
+from engine.config import EngineConfig, NodeConfig
 from engine.errors import AttemptFailed
+from engine.faults import Faults
 from engine.forward_batch import ForwardBatch, SequenceSlice, build_batch
 from engine.ids import BlockId
 from engine.model_runner import ModelRunner
@@ -25,9 +28,22 @@ from engine.model_store import resolve_model
 from engine.sampling_params import SamplingParams
 from engine.sim_runner import SimRunner
 from engine.tokens import FinishReason, SampledToken
+from kv_transfer.wire import fingerprint_to_wire, sampling_to_wire
 from proto import worker_pb2 as pb
 from tests.decode_node.beam_reference import NextLogits, beam_search
-from tests.node_cluster import BLOCK, SIM_LAYOUT, Host, Router, alone, cluster, ended, idle, sim_runner, until
+from tests.node_cluster import (
+    BLOCK,
+    SIM_LAYOUT,
+    Host,
+    Router,
+    alone,
+    cluster,
+    ended,
+    engine_config,
+    idle,
+    sim_runner,
+    until,
+)
 from tests.tiny_model import build_tiny_model
 
 # Pure ----------------------------------------------------------------------------------------------------------------
@@ -270,6 +286,53 @@ async def test_beams_share_their_blocks() -> None:
             assert shared <= 10 + 8 * 3
             assert shared < apart / 2
         await idle([decode])
+
+
+async def test_a_beam_that_is_computed_again_reports_once() -> None:
+    """Both of two beams lose their blocks, the later one before its report and with a copy; they come back together."""
+    prompt = list(range(10, 20))
+    runner = sim_runner(40)
+    config = DecodeConfig(node=NodeConfig(engine=engine_config(40)), swap_space_gib=1.0)
+    identity = pb.NodeIdentity(node_id="decode", epoch=1)
+    description = pb.NodeDescription(
+        identity=identity, fingerprint=fingerprint_to_wire(runner.fingerprint), vocab_size=runner.vocab_size
+    )
+    node = DecodeNode(config, runner, description, Faults({}))
+
+    def step() -> bool:
+        decision = node._decide()
+        if decision is not None:
+            node._commit(decision, node._run(decision))
+        return decision is not None
+
+    session = node.open_session("router")
+    start = pb.StartAttempt(
+        attempt_id="search",
+        decode_node=identity,
+        deadline_ms=10**7,
+        prompt_token_ids=prompt,
+        sampling=sampling_to_wire(SamplingParams(temperature=0.0, max_tokens=20)),
+        sequences=[pb.SequenceStart(index=index) for index in range(2)],
+        beam_search=pb.BeamSearch(width=2, length_penalty=1.0),
+    )
+    node.start(start, session)
+    for _ in range(6):
+        step()
+    scheduler = node.scheduler
+    early, late = sorted(node._by_sequence, key=lambda beam: beam.arrival)
+    scheduler._preempt(late)
+    kept_back, scheduler._waiting = scheduler._waiting, []
+    step()  # The first reports alone.
+    scheduler._waiting = kept_back
+    scheduler._max_swap_bytes = scheduler.swap_bytes  # No room for another copy.
+    scheduler._preempt(early)
+    node._make_moves()
+    while step():
+        pass
+    expected = beam_search(simulated, prompt, width=2, max_tokens=20)
+    tokens = [list(session.sequence_update("search", index).token_ids) for index in range(2)]
+    assert tokens == [each.token_ids for each in expected]
+    assert node.pool.counts.in_use == 0
 
 
 class Gated(SimRunner):

@@ -489,6 +489,18 @@ class TestTwinPrompts:
 
 
 class TestSiblings:
+    def test_one_that_ends_lets_in_who_was_refused_before_they_were_there(self) -> None:
+        queue, _ = scheduler(200, places=8)
+        members = family(40, 8)
+        start(queue, members[0])
+        stranger = sequence(40, first=100)
+        start(queue, stranger)
+        assert not stranger.is_running, "the siblings' places are taken"
+        step(queue)
+        queue.end(members[7])
+        queue.admit()
+        assert stranger.is_running
+
     def test_a_partial_block_is_shared_until_somebody_writes_into_it(self) -> None:
         queue, pool = scheduler(16)
         leader, *siblings = family(6, 3)
