@@ -43,6 +43,14 @@ class StubCluster:
         self.runtime = Path(self.read_line().removeprefix("runtime: "))
         self.seen: dict[int, psutil.Process] = {}
 
+    def wait_ended(self) -> int:
+        """Its exit code; fails with what it said when it does not end."""
+        try:
+            return self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            journal = self.journal.read_text() if self.journal.exists() else ""
+            raise AssertionError(f"it does not end\n{self.errors.read_text()}\n{journal}") from None
+
     def read_line(self) -> str:
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
@@ -97,7 +105,7 @@ def test_sigterm_stops_router_then_decode_then_prefill_and_leaves_nothing(start:
     cluster.wait_ready()
     assert len(cluster.seen) == 5
     cluster.process.terminate()
-    assert cluster.process.wait(10) == 0
+    assert cluster.wait_ended() == 0
     stops = cluster.events("stop")
     assert stops[0] == "router"
     assert sorted(stops[1:3]) == ["decode-0", "decode-1"]
@@ -120,7 +128,7 @@ def test_killed_launcher_takes_its_children_along_and_the_next_start_sweeps(star
     cluster = start()
     cluster.wait_ready()
     cluster.process.kill()
-    cluster.process.wait(10)
+    cluster.wait_ended()
     cluster.assert_nothing_left()
     assert cluster.runtime.exists()  # nobody was there to remove it
     second = start()
@@ -154,14 +162,14 @@ def test_dead_node_and_dead_redis_come_back(start: Callable[..., StubCluster]) -
     assert cluster.events("start").count("decode-0") == 1
     cluster.remember_children()
     cluster.process.send_signal(signal.SIGINT)
-    assert cluster.process.wait(10) == 0
+    assert cluster.wait_ended() == 0
     cluster.assert_nothing_left()
 
 
 @pytest.mark.e2e
 def test_setting_that_cannot_work_ends_the_start_with_the_childs_sentence(start: Callable[..., StubCluster]) -> None:
     cluster = start("decode-0=--fail,2")
-    assert cluster.process.wait(15) == 1
+    assert cluster.wait_ended() == 1
     assert "\npdserve: decode-0 cannot work.\n" in cluster.errors.read_text()
     assert "[decode-0] decode-0 cannot work." in cluster.errors.read_text()
     assert cluster.events("start").count("decode-0") == 1
