@@ -1,6 +1,7 @@
-"""The one door to everything that computes on the device: KV writes, paged attention, counter-based noise.
+"""What any model computes with in torch: KV writes, paged attention, counter-based noise.
 
-Callers use only this module; it chooses an implementation and calls it. `reference.py` says what results must be.
+Whole batches compiled for a CPU are `cpu_decoder.py`, a GPU's kernels `triton_*.py`. `reference.py` says what results of
+all of them must be.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ extern "C" {
 
 enum ElementType : int64_t { kFloat32 = 0, kBfloat16 = 1 };
 
-enum Status : int64_t { kDone = 0, kNoMemory = 1, kOutOfRange = 2, kUnsupported = 3 };
+enum Status : int64_t { kDone = 0, kNoMemory = 1, kOutOfRange = 2 };
 
 // Weights are [rows, depth] with contiguous rows, of the model's element type; norms and biases are float32; biases may
 // be null.
