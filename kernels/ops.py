@@ -1,7 +1,7 @@
 """What any model computes with in torch: KV writes, paged attention, counter-based noise.
 
-Whole batches compiled for a CPU are `cpu_decoder.py`, a GPU's kernels `triton_*.py`. `reference.py` says what the results
-of all of them must be.
+Whole batches compiled for a CPU are `cpu_decoder.py`, a GPU's kernels `triton_*.py`. `reference.py` says
+what the results of all of them must be.
 """
 
 from __future__ import annotations
