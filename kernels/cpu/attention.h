@@ -16,7 +16,7 @@ namespace {
 
 constexpr int64_t kTileKeys = 64;
 constexpr int64_t kSpanKeys = 512;
-constexpr int64_t kTileQueries = 64;  // query heads counted one by one
+constexpr int64_t kTileQueries = 128; // query heads counted one by one
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
 static_assert(kTileKeys % kLanes == 0 && kSpanKeys % kTileKeys == 0);
@@ -99,9 +99,9 @@ struct Running {
 
 // One member's room for a tile.
 struct AttentionRoom {
-    float* keys;     // [kTileKeys, padded head]
+    float* keys;     // [padded head, kTileKeys]
     float* tile;     // values [kTileKeys, padded head]
-    float* queries;  // [queries, padded head]
+    float* queries;  // [queries, padded head], times the scale
     float* scores;   // [queries, kTileKeys]
     Running span, all;
 
@@ -131,34 +131,47 @@ struct AttentionRoom {
     }
 };
 
-// values[query] += sum over keys of weights[query][key] * tile[key], the keys one after the other.
-template <int QUERIES, int VECTORS>
-inline void add_values(const float* weights, const float* tile, float* values, int64_t padded, int64_t keys) {
+// to[query][column] (+)= sum over k of factors[query][k] * rows[k][column], one k after the other.
+template <int QUERIES, int VECTORS, bool ADDS>
+inline void combine(const float* factors, int64_t factor_stride, const float* rows, int64_t row_stride, int64_t depth,
+                    float* to, int64_t to_stride) {
     Floats totals[QUERIES][VECTORS];
     for (int q = 0; q < QUERIES; ++q) {
-        for (int v = 0; v < VECTORS; ++v) totals[q][v] = load(values + q * padded + v * kLanes);
+        for (int v = 0; v < VECTORS; ++v) totals[q][v] = ADDS ? load(to + q * to_stride + v * kLanes) : Floats{};
     }
-    for (int64_t key = 0; key < keys; ++key) {
-        // Weights stay in registers rather than values: 3 + 12 sums + 1 fill all 16 of AVX2.
-        Floats weight[QUERIES];
-        for (int q = 0; q < QUERIES; ++q) weight[q] = splat(weights[q * kTileKeys + key]);
+    for (int64_t k = 0; k < depth; ++k) {
+        // Factors stay in registers rather than rows: 3 + 12 sums + 1 fill all 16 of AVX2.
+        Floats factor[QUERIES];
+        for (int q = 0; q < QUERIES; ++q) factor[q] = splat(factors[q * factor_stride + k]);
         for (int v = 0; v < VECTORS; ++v) {
-            Floats value = load(tile + key * padded + v * kLanes);
-            for (int q = 0; q < QUERIES; ++q) totals[q][v] += weight[q] * value;
+            Floats row = load(rows + k * row_stride + v * kLanes);
+            for (int q = 0; q < QUERIES; ++q) totals[q][v] += factor[q] * row;
         }
     }
     for (int q = 0; q < QUERIES; ++q) {
-        for (int v = 0; v < VECTORS; ++v) store(values + q * padded + v * kLanes, totals[q][v]);
+        for (int v = 0; v < VECTORS; ++v) store(to + q * to_stride + v * kLanes, totals[q][v]);
     }
 }
 
-template <int QUERIES>
-inline void add_values(const float* weights, const float* tile, float* values, int64_t padded, int64_t keys) {
-    int64_t d = 0;
-    for (; d + 4 * kLanes <= padded; d += 4 * kLanes) {
-        add_values<QUERIES, 4>(weights, tile + d, values + d, padded, keys);
+// As above for all `queries` and `columns`, which are whole vectors.
+template <bool ADDS, int QUERIES = kTileTokens>
+inline void combine(int64_t queries, const float* factors, int64_t factor_stride, const float* rows, int64_t row_stride,
+                    int64_t depth, float* to, int64_t to_stride, int64_t columns) {
+    int64_t q = 0;
+    for (; q + QUERIES <= queries; q += QUERIES) {
+        const float* mine = factors + q * factor_stride;
+        int64_t c = 0;
+        for (; c + 4 * kLanes <= columns; c += 4 * kLanes) {
+            combine<QUERIES, 4, ADDS>(mine, factor_stride, rows + c, row_stride, depth, to + q * to_stride + c, to_stride);
+        }
+        for (; c < columns; c += kLanes) {
+            combine<QUERIES, 1, ADDS>(mine, factor_stride, rows + c, row_stride, depth, to + q * to_stride + c, to_stride);
+        }
     }
-    for (; d < padded; d += kLanes) add_values<QUERIES, 1>(weights, tile + d, values + d, padded, keys);
+    if constexpr (QUERIES > 1) {
+        combine<ADDS, QUERIES - 1>(queries - q, factors + q * factor_stride, factor_stride, rows, row_stride, depth,
+                                   to + q * to_stride, to_stride, columns);
+    }
 }
 
 template <class Element>
@@ -238,8 +251,9 @@ class Attention {
 
     void take_queries(int64_t kv_head, int64_t tokens, const float* query, int64_t row, const AttentionRoom& room) const {
         for (int64_t t = 0; t < tokens; ++t) {
-            std::memcpy(room.queries + t * group_ * padded_, query + ((row + t) * heads_ + kv_head * group_) * padded_,
-                        group_ * padded_ * sizeof(float));
+            const float* from = query + ((row + t) * heads_ + kv_head * group_) * padded_;
+            float* to = room.queries + t * group_ * padded_;
+            for (int64_t d = 0; d < group_ * padded_; d += kLanes) store(to + d, load(from + d) * rule_.scale);
         }
     }
 
@@ -255,15 +269,17 @@ class Attention {
         }
     }
 
-    // Widen keys and values of `count` positions from `first` on; zeros behind each head, and up to a whole tile of rows.
+    // Widen keys and values of `count` positions from `first` on. Keys are turned, so that each has a lane of its own; there
+    // are zeros behind each head, and in the lanes behind the last key.
     void read_tile(int64_t sequence, int64_t kv_head, int64_t first, int64_t count, int64_t last,
                    const AttentionRoom& room) const {
         const int64_t* table = sequences_.block_tables + sequence * sequences_.table_stride;
         const int64_t dim = pool_.head_dim, size = pool_.block_size;
+        const Element* keys[kTileKeys] = {};
         for (int64_t key = 0; key < count; ++key) {
             int64_t position = first + key;
             int64_t slot = table[position / size] * size + position % size;
-            widen_row(pool_.key(slot, kv_head), room.keys + key * padded_, dim);
+            keys[key] = pool_.key(slot, kv_head);
             widen_row(pool_.value(slot, kv_head), room.tile + key * padded_, dim);
             // Blocks lie far apart: ask for those of the next tile in time.
             if (position += kTileKeys; position < last) {
@@ -272,7 +288,20 @@ class Attention {
                 fetch_row(pool_.value(slot, kv_head), dim);
             }
         }
-        std::fill(room.keys + count * padded_, room.keys + round_up(count, kTileRows) * padded_, 0.0f);
+        for (int64_t key = 0; key < count; key += kLanes) {
+            for (int64_t d = 0; d < padded_; d += kLanes) {
+                Words square[kLanes];
+                for (int64_t i = 0; i < kLanes; ++i) square[i] = (Words)load_part(keys[key + i], d, dim);
+                transpose(square);
+                for (int64_t i = 0; i < kLanes; ++i) store(room.keys + (d + i) * kTileKeys + key, (Floats)square[i]);
+            }
+        }
+    }
+
+    // A vector of a row from `d` on, with zeros behind the row's end; all zeros without a row.
+    static Floats load_part(const Element* row, int64_t d, int64_t dim) {
+        if (row == nullptr) return Floats{};
+        return d + kLanes <= dim ? load(row + d) : load_first(row + d, dim - d);
     }
 
     static void fetch_row(const Element* row, int64_t dim) {
@@ -292,55 +321,51 @@ class Attention {
         // Queries that come before the first key see nothing of the tile.
         const int64_t hidden = std::max(int64_t{0}, first_key - first) * group_;
         const int64_t count = (last - first) * group_;
-        for (int64_t key = 0; key < keys; key += kTileRows) {
-            for (int64_t q = hidden; q < count; q += kTileTokens) {
-                tile<kTileTokens, From::kPanel>(count - q, room.keys + key * padded_, padded_, room.queries + q * padded_,
-                                                padded_, padded_, nullptr, [&](int64_t query, Floats4 values) {
-                                                    float* to = room.scores + (q + query) * kTileKeys + key;
-                                                    std::memcpy(to, &values, sizeof values);
-                                                });
-            }
-        }
-        for (int64_t q = hidden; q < count; ++q) soften(first + q / group_, first_key, keys, q, room);
-        int64_t q = hidden;
-        for (; q + kTileTokens <= count; q += kTileTokens) {
-            add_values<kTileTokens>(room.scores + q * kTileKeys, room.tile, room.span.values + q * padded_, padded_, keys);
-        }
-        for (; q < count; ++q) {
-            add_values<1>(room.scores + q * kTileKeys, room.tile, room.span.values + q * padded_, padded_, keys);
-        }
+        const int64_t lanes = round_up(keys, kLanes);
+        combine<false>(count - hidden, room.queries + hidden * padded_, padded_, room.keys, kTileKeys, padded_,
+                       room.scores + hidden * kTileKeys, kTileKeys, lanes);
+        for (int64_t q = hidden; q < count; ++q) find_most(first + q / group_, first_key, keys, q, room);
+        for (int64_t q = hidden; q < count; ++q) weigh(lanes, q, room);
+        combine<true>(count - hidden, room.scores + hidden * kTileKeys, kTileKeys, room.tile, padded_, keys,
+                      room.span.values + hidden * padded_, padded_, padded_);
     }
 
-    // Scores of one query become weights, and the running softmax moves on.
-    void soften(int64_t position, int64_t first_key, int64_t keys, int64_t q, const AttentionRoom& room) const {
+    // Hides the keys that one query does not see, and moves its running softmax on to the largest score so far.
+    void find_most(int64_t position, int64_t first_key, int64_t keys, int64_t q, const AttentionRoom& room) const {
         float* scores = room.scores + q * kTileKeys;
-        int64_t begin = rule_.window > 0 ? std::max(int64_t{0}, position - rule_.window + 1 - first_key) : 0;
-        int64_t end = std::min(keys, position + 1 - first_key);
-        Floats most = splat(kNothing);
-        for (int64_t key = 0; key < kTileKeys; key += kLanes) {
-            Floats score = load(scores + key) * rule_.scale;
-            if (rule_.soft_cap > 0) score = hyperbolic_tangent(score / rule_.soft_cap) * rule_.soft_cap;
-            store(scores + key, score);
+        const int64_t lanes = round_up(keys, kLanes);
+        const int64_t begin = rule_.window > 0 ? std::max(int64_t{0}, position - rule_.window + 1 - first_key) : 0;
+        const int64_t end = std::min(keys, position + 1 - first_key);
+        if (rule_.soft_cap > 0) {
+            for (int64_t key = 0; key < lanes; key += kLanes) {
+                store(scores + key, hyperbolic_tangent(load(scores + key) / rule_.soft_cap) * rule_.soft_cap);
+            }
         }
-        std::fill(scores, scores + std::min(begin, kTileKeys), kNothing);
-        std::fill(scores + end, scores + kTileKeys, kNothing);
-        for (int64_t key = 0; key < kTileKeys; key += kLanes) most = larger(most, load(scores + key));
-        float before = room.span.most[q], now = std::max(before, largest(most));
+        if (begin > 0) std::fill(scores, scores + std::min(begin, lanes), kNothing);
+        if (end < lanes) std::fill(scores + end, scores + lanes, kNothing);
+        Floats most = load(scores);
+        for (int64_t key = kLanes; key < lanes; key += kLanes) most = larger(most, load(scores + key));
+        const float before = room.span.most[q], now = std::max(before, largest(most));
+        if (now == before) return;
+        room.span.most[q] = now;
+        const float factor = exponential(before - now);
+        room.span.total[q] *= factor;
+        float* values = room.span.values + q * padded_;
+        for (int64_t d = 0; d < padded_; d += kLanes) store(values + d, load(values + d) * factor);
+    }
+
+    // Scores of one query become weights.
+    void weigh(int64_t lanes, int64_t q, const AttentionRoom& room) const {
+        float* scores = room.scores + q * kTileKeys;
         // A query that has seen nothing yet would subtract infinities.
-        float base = now == kNothing ? 0.0f : now;
+        const Floats base = splat(room.span.most[q] == kNothing ? 0.0f : room.span.most[q]);
         Floats total = {};
-        for (int64_t key = 0; key < kTileKeys; key += kLanes) {
-            Floats weight = exponential(load(scores + key) - base);
+        for (int64_t key = 0; key < lanes; key += kLanes) {
+            const Floats weight = exponential(load(scores + key) - base);
             store(scores + key, weight);
             total += weight;
         }
-        float factor = exponential(before - base);
-        room.span.most[q] = now;
-        room.span.total[q] = room.span.total[q] * factor + sum(total);
-        if (factor != 1.0f) {
-            float* values = room.span.values + q * padded_;
-            for (int64_t d = 0; d < padded_; d += kLanes) store(values + d, load(values + d) * factor);
-        }
+        room.span.total[q] += sum(total);
     }
 
     PoolLayer<Element> pool_;

@@ -30,8 +30,6 @@ constexpr int64_t kTileDepth = 32;  // bfloat16 elements of a row
 #include <unistd.h>
 #endif
 
-#include <utility>
-
 namespace {
 
 static_assert(kLanes == kTile);
@@ -68,29 +66,6 @@ class TileScope {
     ~TileScope() { _tile_release(); }
     TileScope(const TileScope&) = delete;
 };
-
-template <int STEP, int... LANE>
-inline void exchange(Words& a, Words& b, std::integer_sequence<int, LANE...>) {
-    Words low = __builtin_shufflevector(a, b, ((LANE & STEP) ? kLanes + LANE - STEP : LANE)...);
-    Words high = __builtin_shufflevector(a, b, ((LANE & STEP) ? kLanes + LANE : LANE + STEP)...);
-    a = low;
-    b = high;
-}
-
-template <int STEP>
-inline void exchange_all(Words (&rows)[kTile]) {
-    for (int i = 0; i < kTile; ++i) {
-        if ((i & STEP) == 0) exchange<STEP>(rows[i], rows[i + STEP], std::make_integer_sequence<int, kLanes>());
-    }
-}
-
-// 16 x 16 words, by exchanging halves of ever smaller squares (Eklundh, 1972).
-inline void transpose(Words (&rows)[kTile]) {
-    exchange_all<8>(rows);
-    exchange_all<4>(rows);
-    exchange_all<2>(rows);
-    exchange_all<1>(rows);
-}
 
 // 32 floats as 16 words of two bfloat16 each.
 inline Words narrow_pairs(const float* from) {

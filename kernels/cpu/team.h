@@ -29,19 +29,15 @@ inline void wait_for_change(const std::atomic<int>& value, int old, int spins) {
     while (value.load(std::memory_order_acquire) == old) value.wait(old, std::memory_order_acquire);
 }
 
-// `size` members, of which the caller of run() is the first. Never destroyed: its threads sleep until the process ends.
+// Up to `size` members, fewer where the system gives no more threads; the caller of run() is the first. Never destroyed:
+// its threads sleep until the process ends.
 class Team {
    public:
-    explicit Team(int size) : size_(size), process_(getpid()) {}
-
-    // False where the system gives no more threads.
-    bool start() {
+    explicit Team(int size) : process_(getpid()) {
         try {
-            for (int member = 1; member < size_; ++member) std::thread([this, member] { work(member); }).detach();
+            for (; size_ < size; ++size_) std::thread([this, member = size_] { work(member); }).detach();
         } catch (const std::system_error&) {
-            return false;
         }
-        return true;
     }
 
     int size() const { return size_; }
@@ -104,7 +100,7 @@ class Team {
         }
     }
 
-    const int size_;
+    int size_ = 1;
     const pid_t process_;
     const std::function<void(int)>* region_ = nullptr;
     alignas(64) std::atomic<int> generation_{0};
@@ -121,11 +117,7 @@ class TeamLoan {
         if (size <= 1 || !lock_.owns_lock()) return;
         static Team* teams[kMost + 1];
         // After a fork the threads are gone; what the team held is left behind.
-        if (teams[size] == nullptr || !teams[size]->is_of_this_process()) {
-            Team* team = new Team(size);
-            if (!team->start()) return;  // Left behind too: threads that did start may look at it.
-            teams[size] = team;
-        }
+        if (teams[size] == nullptr || !teams[size]->is_of_this_process()) teams[size] = new Team(size);
         team_ = teams[size];
     }
 

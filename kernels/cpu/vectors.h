@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #ifndef PDSERVE_LANES
 #if defined(__AVX512F__)
@@ -113,17 +114,44 @@ inline Floats4 sums(Floats a, Floats b, Floats c, Floats d) {
 
 inline float sum(Floats value) { return sums(value, value, value, value)[0]; }
 
-inline float largest(Floats value) {
-    float result = value[0];
-    for (int lane = 1; lane < kLanes; ++lane) result = value[lane] > result ? value[lane] : result;
-    return result;
+// Of vectors of any width: by halves.
+template <int COUNT, class Vector>
+inline float largest_of(Vector value) {
+    if constexpr (COUNT == 1) {
+        return value[0];
+    } else {
+        typedef float Half __attribute__((vector_size(COUNT * 2)));
+        Half low, high;
+        std::memcpy(&low, &value, sizeof low);
+        std::memcpy(&high, reinterpret_cast<const char*>(&value) + sizeof low, sizeof high);
+        return largest_of<COUNT / 2>(low > high ? low : high);
+    }
+}
+
+inline float largest(Floats value) { return largest_of<kLanes>(value); }
+
+template <int STEP, int... LANE>
+inline void exchange(Words& a, Words& b, std::integer_sequence<int, LANE...>) {
+    Words low = __builtin_shufflevector(a, b, ((LANE & STEP) ? kLanes + LANE - STEP : LANE)...);
+    Words high = __builtin_shufflevector(a, b, ((LANE & STEP) ? kLanes + LANE : LANE + STEP)...);
+    a = low;
+    b = high;
+}
+
+// A square of words, by exchanging halves of ever smaller squares (Eklundh, 1972).
+template <int STEP = kLanes / 2>
+inline void transpose(Words (&rows)[kLanes]) {
+    for (int i = 0; i < kLanes; ++i) {
+        if ((i & STEP) == 0) exchange<STEP>(rows[i], rows[i + STEP], std::make_integer_sequence<int, kLanes>());
+    }
+    if constexpr (STEP > 1) transpose<STEP / 2>(rows);
 }
 
 // e^x, within 2 units in the last place: 0 below the smallest normal number, as for -inf; NaN stays NaN.
 // Range reduction and polynomial of expf in Moshier's Cephes library.
 inline Floats exponential(Floats x) {
     constexpr float kLowest = -87.33654f, kHighest = 88.37626f, kRounder = 12582912.0f;
-    Floats bounded = smaller(larger(x, splat(kLowest)), splat(kHighest));
+    Floats bounded = smaller(splat(kHighest), larger(splat(kLowest), x));  // in this order, NaN is kept
     Floats shifted = bounded * 1.44269504088896341f + kRounder;
     Floats whole = shifted - kRounder;
     Floats rest = bounded - whole * 0.693359375f;
@@ -137,8 +165,7 @@ inline Floats exponential(Floats x) {
     Floats fraction = series * (rest * rest) + rest + 1.0f;
     Floats power = (Floats)(((Words)shifted + (127u - 0x4b400000u)) << 23);
     Floats result = fraction * power;
-    result = x < kLowest ? Floats{} : result;
-    return x == x ? result : x;
+    return x < kLowest ? Floats{} : result;
 }
 
 inline float exponential(float x) { return exponential(splat(x))[0]; }

@@ -119,6 +119,31 @@ assert time.process_time() - before < 0.25, "idle threads burn time"
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60, env=environment)
 
 
+def test_a_system_that_gives_fewer_threads_is_asked_once_and_computes_the_same() -> None:
+    if load_library() is None:
+        pytest.skip("the CPU kernels were not compiled for this processor")
+    script = """
+import os, resource
+import torch
+from kernels.cpu_library import load_library
+from kernels.cpu_operations import product
+
+library = load_library()
+tokens, weights = torch.randn(9, 64), torch.randn(300, 64)
+alone = product(library, tokens, weights)
+size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+before = len(os.listdir("/proc/self/task"))
+# Room for the stacks of a few threads.
+resource.setrlimit(resource.RLIMIT_AS, (size + (40 << 20), resource.RLIM_INFINITY))
+counts = set()
+for _ in range(5):
+    assert torch.equal(product(library, tokens, weights, num_threads=64), alone)
+    counts.add(len(os.listdir("/proc/self/task")) - before)
+assert len(counts) == 1 and counts.pop() < 63
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no compiler")
 @pytest.mark.parametrize("variant", [variant for variant in VARIANTS if platform.machine().lower() in variant.machines])
 def test_every_variant_of_this_architecture_compiles(variant: Variant) -> None:
