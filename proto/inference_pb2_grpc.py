@@ -55,7 +55,7 @@ class InferenceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """One or more responses per choice, interleaved. Cancel the call to stop: every node frees within a second.
+        """One or more responses per choice, interleaved where they come as they are made. Cancel the call to stop: every node frees within a second.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from engine.errors import InvalidRequest
 
+if TYPE_CHECKING:
+    from router.request_builder import GenerateParams
+
 MAX_LENGTH_PENALTY = 10.0
+USUAL_LENGTH_PENALTY = 1.0
 
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "stream": (False,),
-    "temperature": (0, 1),
-    "top_p": (1,),
-    "top_k": (-1,),
-    "min_p": (0,),
-    "repetition_penalty": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
+    "temperature": (None, 0, 1),
+    "top_p": (None, 1),
+    "top_k": (None, 0),
+    "min_p": (None, 0),
+    "repetition_penalty": (None, 1),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
     "logit_bias": ({},),
-    "min_tokens": (0,),
-    "stop": ("", []),
+    "min_tokens": (None, 0),
+    "stop": ((),),
 }
 """Fields that a search does not heed, and their values that ask for nothing."""
 
@@ -36,20 +40,25 @@ class BeamSearch:
     """
 
     width: int
-    length_penalty: float = 1.0
+    length_penalty: float = USUAL_LENGTH_PENALTY
 
 
-def check_fields(given: Mapping[str, object]) -> None:
-    """Raise InvalidRequest naming the first field of a request for beam search that the search would not heed."""
-    for name, neutral in _NEUTRAL.items():
-        value = given.get(name)
-        if value is not None and value not in neutral:
-            raise InvalidRequest(f"{name} is not supported with use_beam_search", param=name)
-
-
-def check_length_penalty(value: float) -> None:
-    """Raise InvalidRequest where it is out of range."""
-    if not -MAX_LENGTH_PENALTY <= value <= MAX_LENGTH_PENALTY:
+def requested_search(use_beam_search: bool, width: int, length_penalty: float | None) -> BeamSearch | None:
+    """What these fields of a request ask for. Raises InvalidRequest naming `length_penalty` where that is wrong."""
+    penalty = USUAL_LENGTH_PENALTY if length_penalty is None else length_penalty
+    if not use_beam_search:
+        if penalty != USUAL_LENGTH_PENALTY:
+            raise InvalidRequest("length_penalty is allowed only with use_beam_search", param="length_penalty")
+        return None
+    if not -MAX_LENGTH_PENALTY <= penalty <= MAX_LENGTH_PENALTY:
         raise InvalidRequest(
             f"length_penalty must be between {-MAX_LENGTH_PENALTY:g} and {MAX_LENGTH_PENALTY:g}", param="length_penalty"
         )
+    return BeamSearch(width, penalty)
+
+
+def check_fields(params: GenerateParams) -> None:
+    """Raise InvalidRequest naming the first field of a request for beam search that the search would not heed."""
+    for name, neutral in _NEUTRAL.items():
+        if getattr(params, name) not in neutral:
+            raise InvalidRequest(f"{name} is not supported with use_beam_search", param=name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from engine.errors import InvalidRequest
@@ -40,8 +39,7 @@ class CompletionJob(OpenAiJob):
             max_tokens=1 if body.is_prompt_only else body.max_tokens,
             max_tokens_param="max_tokens",
             default_max_tokens=16,
-            # Without log probabilities nobody knows which are the best.
-            logprobs=0 if body.logprobs is None and body.chooses_best and not body.use_beam_search else body.logprobs,
+            logprobs=body.logprobs,
             prompt_logprobs=body.logprobs if body.echo else None,
             best_of=body.best_of,
         )
@@ -94,11 +92,7 @@ class CompletionJob(OpenAiJob):
         return choice
 
     def whole(self, running: RunningRequest, choices: list[CollectedChoice]) -> Json:
-        made = running.params.num_sequences
-        shown: list[Json] = []
-        for prompt_index in range(len(running.requests)):
-            for choice in best_choices(choices[prompt_index * made : (prompt_index + 1) * made], self.body.n):
-                shown.append(self._whole_choice(running, len(shown), choice))
+        shown = [self._whole_choice(running, index, choice) for index, choice in enumerate(choices)]
         answer = self.chunk(running, shown)
         answer["usage"] = self.usage(running)
         return answer
@@ -176,18 +170,6 @@ class CompletionJob(OpenAiJob):
         self, token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs], offsets: Sequence[int]
     ) -> CompletionLogprobs:
         return completion_logprobs(self.names, token_ids, logprobs, offsets, top=self.body.logprobs or 0)
-
-
-def best_choices(choices: list[CollectedChoice], count: int) -> list[CollectedChoice]:
-    """The `count` choices whose tokens have the highest mean log probability, best first; all of them as they are."""
-    if len(choices) == count:
-        return choices
-    return sorted(choices, key=_mean_logprob, reverse=True)[:count]
-
-
-def _mean_logprob(choice: CollectedChoice) -> float:
-    chosen = [position[0].logprob for position in choice.logprobs]
-    return sum(chosen) / len(chosen) if chosen else -math.inf
 
 
 def _joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:

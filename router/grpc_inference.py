@@ -15,6 +15,7 @@ from engine.tokens import PositionLogprobs, TokenLogprob
 from proto import inference_pb2 as pb
 from proto import inference_pb2_grpc as rpc
 from router.auth import ApiKeys
+from router.beam_search import requested_search
 from router.http_edge import safe_request_id
 from router.inference_api import InferenceApi
 from router.logprob_text import LOWEST_LOGPROB, most_likely
@@ -179,6 +180,9 @@ def generate_params(request: pb.GenerateRequest) -> GenerateParams:
     def decimal(name: str) -> float | None:
         return None if (value := given(name)) is None else _decimal(value)
 
+    n = request.n if request.HasField("n") else 1
+    best_of = given("best_of")
+    width = n if best_of is None else best_of
     return GenerateParams(
         max_tokens=given("max_tokens"),
         default_max_tokens=None if request.WhichOneof("prompt") == "chat" else DEFAULT_COMPLETION_TOKENS,
@@ -195,7 +199,9 @@ def generate_params(request: pb.GenerateRequest) -> GenerateParams:
         stop_token_ids=tuple(request.stop_token_ids),
         ignore_eos=request.ignore_eos,
         logprobs=given("logprobs"),
-        n=request.n if request.HasField("n") else 1,
+        n=n,
+        best_of=best_of,
+        beam_search=requested_search(request.use_beam_search, width, decimal("length_penalty")),
         stop=tuple(request.stop),
         skip_special_tokens=request.skip_special_tokens if request.HasField("skip_special_tokens") else True,
     )

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, Strict, StrictBool, StrictStr
 
 from engine.errors import InvalidRequest
 from engine.sampling_params import MAX_LOGPROBS
-from router.beam_search import BeamSearch, check_fields, check_length_penalty
+from router.beam_search import requested_search
 from router.limits import check_depth
 from router.request_builder import GenerateParams
 
@@ -90,7 +90,7 @@ class GenerationBody(Body):
     seed: Int | None = None
     n: Int = 1
     use_beam_search: StrictBool = False
-    length_penalty: Number = 1.0
+    length_penalty: Number | None = None
     priority: Int = 0
     max_tokens: Int | None = None
     min_tokens: Int | None = None
@@ -121,11 +121,8 @@ class GenerationBody(Body):
         """Raise InvalidRequest for what no single field shows."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options is allowed only with stream", param="stream_options")
-        if self.use_beam_search:
-            check_fields(dict(self))
-            check_length_penalty(self.length_penalty)
-        elif self.length_penalty != 1.0:
-            raise InvalidRequest("length_penalty is allowed only with use_beam_search", param="length_penalty")
+        if self.use_beam_search and self.stream:
+            raise InvalidRequest("stream is not supported with use_beam_search", param="stream")
 
     def generate_params(
         self,
@@ -160,7 +157,9 @@ class GenerationBody(Body):
             prompt_logprobs=prompt_logprobs,
             n=self.n,
             best_of=best_of,
-            beam_search=BeamSearch(best_of or self.n, self.length_penalty) if self.use_beam_search else None,
+            beam_search=requested_search(
+                self.use_beam_search, self.n if best_of is None else best_of, self.length_penalty
+            ),
             priority=self.priority,
             stop=_stop_strings(self.stop),
             include_stop_str=self.include_stop_str_in_output,
@@ -186,20 +185,13 @@ class CompletionBody(GenerationBody):
 
     def check(self) -> None:
         super().check()
-        if self.best_of is not None and self.best_of < self.n:
-            raise InvalidRequest("best_of must be at least n", param="best_of")
-        if self.chooses_best and self.stream:
+        if self.stream and self.best_of is not None and self.best_of > self.n:
             raise InvalidRequest(
                 "with stream, best_of must equal n: the best are not known before the end", param="best_of"
             )
         _check_top("logprobs", self.logprobs)
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequest("max_tokens must be at least 1; 0 is allowed only with echo", param="max_tokens")
-
-    @property
-    def chooses_best(self) -> bool:
-        """Whether more is generated than shown."""
-        return self.best_of is not None and self.best_of > self.n
 
     @property
     def is_prompt_only(self) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from engine.errors import InvalidRequest
 from engine.ids import RequestId
 from engine.sampling_params import SamplingParams
-from router.beam_search import BeamSearch
+from router.beam_search import BeamSearch, check_fields
 from router.generation import GenerationRequest, ModelLimits
 
 MAX_CHOICES_PER_PROMPT = 128
@@ -77,6 +77,8 @@ class GenerateParams:
         if self.seed is not None and not -(2**63) <= self.seed < 2**64:
             raise InvalidRequest("seed must fit into 64 bits", param="seed")
         check_stop_strings(self.stop)
+        if self.beam_search is not None:
+            check_fields(self)
 
     @property
     def num_made(self) -> int:
@@ -89,6 +91,11 @@ class GenerateParams:
     def num_sequences(self) -> int:
         """Those of them whose tokens come back; a search keeps the others to itself."""
         return self.n if self.beam_search is not None else self.num_made
+
+    @property
+    def chooses_best(self) -> bool:
+        """Whether more tokens come back than are shown, so that the router has to choose."""
+        return self.num_sequences > self.n
 
 
 def check_stop_strings(stop: Sequence[str]) -> None:
@@ -193,7 +200,8 @@ def _sampling(
         stop_token_ids=params.stop_token_ids,
         eos_token_ids=eos_token_ids,
         ignore_eos=params.ignore_eos,
-        logprobs=params.logprobs,
+        # Without log probabilities nobody knows which are the best.
+        logprobs=0 if params.chooses_best and params.logprobs is None else params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
     )
     sampling.check_token_ids(limits.vocab_size)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.errors import Overloaded, PdserveError
 from engine.tokenizer import Tokenizer
@@ -21,6 +22,9 @@ logger = logging.getLogger(__name__)
 PROMPTS_AT_ONCE = 16
 _MAX_READY_DELTAS = 1024
 _RETRY_PROMPT_S = 0.05
+
+Batch = list[tuple[int, TextDelta]]
+"""What is new, with the index of the choice that it belongs to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +48,8 @@ class RunningRequest:
     """Iterate over `batches()` for the text, and `aclose()` whatever happens: that frees everything everywhere.
 
     Prompts of one request run side by side, at most PROMPTS_AT_ONCE of them; a later prompt for which the cluster has
-    no room waits for an earlier one to end. Choice `prompt_index * params.num_sequences + sequence_index` belongs
-    to that prompt.
+    no room waits for an earlier one to end. Choice `prompt_index * params.n + i` belongs to that prompt. Where more is
+    made than shown, the choices are known when all have ended, and come in one batch then.
 
     Attributes:
         response_id: ours, unique.
@@ -79,13 +83,13 @@ class RunningRequest:
         self._on_close = on_close
         self._started = time.monotonic() if started is None else started
         self._stop = StopStrings(params.stop)
-        self._choices = [_Choice() for _ in range(len(self.requests) * params.num_sequences)]
+        self._made = [_Choice() for _ in range(len(self.requests) * params.num_sequences)]
         self._facts: list[GenerationFacts | None] = [None] * len(self.requests)
         self._generations: set[Generation] = set()
         self._tasks: list[asyncio.Task[None]] = []
         self._unfinished = len(self.requests)
         self._next_prompt = 0
-        self._ready: list[tuple[int, TextDelta]] = []
+        self._ready: Batch = []
         self._wake_reader = asyncio.Event()
         self._wake_writers = asyncio.Event()
         self._error: BaseException | None = None
@@ -97,15 +101,15 @@ class RunningRequest:
 
     @property
     def num_choices(self) -> int:
-        """Choices of all prompts."""
-        return len(self._choices)
+        """Choices of all prompts that are shown."""
+        return len(self.requests) * self.params.n
 
     @property
     def usage(self) -> Usage:
         """Tokens so far."""
         return Usage(
             prompt_tokens=sum(len(request.prompt_token_ids) for request in self.requests),
-            completion_tokens=sum(choice.tokens for choice in self._choices),
+            completion_tokens=sum(choice.tokens for choice in self._made),
             cached_tokens=sum(facts.cached_tokens for facts in self._facts if facts is not None),
         )
 
@@ -146,11 +150,29 @@ class RunningRequest:
         self._tasks = [asyncio.create_task(self._run_lane(0, generation))]
         self._tasks += [asyncio.create_task(self._run_lane(None, None)) for _ in range(lanes - 1)]
 
-    async def batches(self) -> AsyncIterator[list[tuple[int, TextDelta]]]:
+    def batches(self) -> AsyncIterator[Batch]:
         """All that is ready, again and again, one delta for each choice in a batch, until every choice has ended.
 
         Raises the PdserveError that ended the request for good.
         """
+        return self._best_choices() if self.params.chooses_best else self._ready_batches()
+
+    async def _best_choices(self) -> AsyncIterator[Batch]:
+        """Of every prompt the `n` choices whose tokens have the highest mean log probability, best first."""
+        parts: list[list[TextDelta]] = [[] for _ in self._made]
+        async for batch in self._ready_batches():
+            for index, delta in batch:
+                parts[index].append(delta)
+        made = [join_deltas(of_choice) for of_choice in parts]
+        best: list[TextDelta] = []
+        for first in range(0, len(made), self.params.num_sequences):
+            of_prompt = made[first : first + self.params.num_sequences]
+            best += sorted(of_prompt, key=_mean_logprob, reverse=True)[: self.params.n]
+        if self.params.logprobs is None:  # They were asked for to choose by, not to be shown.
+            best = [replace(choice, logprobs=()) for choice in best]
+        yield list(enumerate(best))
+
+    async def _ready_batches(self) -> AsyncIterator[Batch]:
         while True:
             if self._ready:
                 ready, self._ready = self._ready, []
@@ -270,7 +292,7 @@ class RunningRequest:
     # -- books ------------------------------------------------------------------------------------------------------
 
     def _count(self, index: int, delta: TextDelta) -> None:
-        choice = self._choices[index]
+        choice = self._made[index]
         num_tokens = len(delta.token_ids)
         if num_tokens:
             now = time.monotonic()
@@ -297,7 +319,7 @@ class RunningRequest:
         metrics.prefix_cache_hits.inc(usage.cached_tokens)
         for request in self.requests:
             metrics.request_prompt_tokens.observe(len(request.prompt_token_ids))
-        for choice in self._choices:
+        for choice in self._made:
             if choice.finish_reason is None:
                 continue
             metrics.choice_finished(choice.finish_reason)
@@ -306,7 +328,7 @@ class RunningRequest:
                 metrics.time_per_output_token.observe((choice.last_at - choice.first_at) / (choice.tokens - 1))
         times = self.times()
         metrics.phases(times)
-        if all(choice.finish_reason is not None for choice in self._choices):
+        if all(choice.finish_reason is not None for choice in self._made):
             outcome = "finished"
             metrics.e2e_latency.observe(now - self._started)
         else:
@@ -326,7 +348,12 @@ class RunningRequest:
         )
 
 
-def _coalesce(deltas: Sequence[tuple[int, TextDelta]]) -> list[tuple[int, TextDelta]]:
+def _mean_logprob(choice: TextDelta) -> float:
+    chosen = [position[0].logprob for position in choice.logprobs]
+    return sum(chosen) / len(chosen) if chosen else -math.inf
+
+
+def _coalesce(deltas: Sequence[tuple[int, TextDelta]]) -> Batch:
     """One delta for each choice that has any, in the order in which the choices first appear."""
     grouped: dict[int, list[TextDelta]] = {}
     for index, delta in deltas:

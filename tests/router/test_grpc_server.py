@@ -36,6 +36,7 @@ from engine.errors import (
 from examples.grpc_client import main as example_client
 from proto import inference_pb2 as pb
 from proto import inference_pb2_grpc as rpc
+from router.beam_search import BeamSearch
 from router.config import RouterConfig
 from router.grpc_inference import TOKENS_PER_MESSAGE, generate_params
 from router.grpc_server import SERVICE_NAME, GrpcServer, start_grpc_server, status_of
@@ -43,6 +44,7 @@ from router.inference_api import InferenceApi
 from router.metrics import RouterMetrics
 from router.testing import FakeCluster, ScriptedSequence
 from tests.router.api_harness import CHATML, IM_END, LIMITS, MODEL, saying, tokenizer
+from tests.router.test_beam_search import many
 
 ROOT = Path(__file__).parents[2]
 Code = grpc.StatusCode
@@ -224,6 +226,38 @@ async def test_many_tokens_at_once_are_several_messages() -> None:
     assert [bool(response.finish_reason) for response in responses] == [False] * (len(responses) - 1) + [True]
 
 
+async def test_the_best_of_many_come_when_all_have_ended() -> None:
+    async with door(many) as served:
+        responses = await served.generate(n=2, best_of=4)
+        assert [text_of(responses, index) for index in range(3)] == ["red fox", "red fox and the", ""]
+        assert [response.finish_reason for response in responses] == ["stop", "stop"]
+        assert not any(response.logprobs for response in responses)
+        made = [len(tokenizer().encode(text)) + 1 for text in ("red", "red fox", "red fox and", "red fox and the")]
+        assert responses[-1].usage.completion_tokens == sum(made)
+        assert [response.HasField("usage") for response in responses] == [False, True]
+        shown = await served.generate(n=1, best_of=2, logprobs=1)
+        assert [position.chosen.logprob for position in shown[0].logprobs] == pytest.approx([-0.1] * made[1])
+        served.cluster.script = ScriptedSequence(hang=True)
+        call = served.stub.Generate(pb.GenerateRequest(text="red", best_of=3))
+        await until(lambda: len(served.cluster.generations) == 3)
+        call.cancel()
+        await until(lambda: served.cluster.generations[-1].is_cancelled)
+
+
+async def test_a_search_is_asked_for() -> None:
+    async with door() as served:
+        responses = await served.generate(n=2, best_of=5, use_beam_search=True, length_penalty=0.1, ignore_eos=True)
+        request = served.cluster.generations[-1].request
+        assert (request.num_sequences, request.beam_search) == (2, BeamSearch(width=5, length_penalty=0.1))
+        assert request.sampling.is_greedy and request.sampling.logprobs is None
+        assert {response.index for response in responses} == {0, 1}
+        neutral = {"temperature": 1, "top_p": 1, "top_k": 0, "min_p": 0, "presence_penalty": 0, "repetition_penalty": 1}
+        await served.generate(n=3, use_beam_search=True, seed=5, frequency_penalty=0, min_tokens=0, **neutral)
+        assert served.cluster.generations[-1].request.beam_search == BeamSearch(width=3)
+        await served.generate(length_penalty=1)
+        assert served.cluster.generations[-1].request.beam_search is None
+
+
 async def test_tokenize_and_models() -> None:
     async with door() as served:
         text = await served.stub.Tokenize(pb.TokenizeRequest(text="red fox"))
@@ -256,6 +290,18 @@ async def test_tokenize_and_models() -> None:
         ({"stop": ["x"] * 17}, "stop"),
         ({"stop_token_ids": [LIMITS.vocab_size]}, "stop_token_ids"),
         ({"logit_bias": {LIMITS.vocab_size: 1}}, "logit_bias"),
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"best_of": 129}, "best_of"),
+        ({"n": 3, "best_of": 2, "use_beam_search": True}, "best_of"),
+        ({"best_of": 0, "use_beam_search": True}, "best_of"),
+        ({"length_penalty": 2}, "length_penalty"),
+        ({"length_penalty": 10.5, "use_beam_search": True}, "length_penalty"),
+        ({"length_penalty": float("nan"), "use_beam_search": True}, "length_penalty"),
+        ({"temperature": 0.7, "use_beam_search": True}, "temperature"),
+        ({"top_k": 5, "use_beam_search": True}, "top_k"),
+        ({"stop": ["x"], "use_beam_search": True}, "stop"),
+        ({"logit_bias": {5: 1}, "use_beam_search": True}, "logit_bias"),
+        ({"min_tokens": 2, "use_beam_search": True}, "min_tokens"),
         ({"text": ""}, "text"),
         ({"text": "red " * 10_000}, "text"),
         ({"text": None, "tokens": pb.TokenPrompt(ids=[1, LIMITS.vocab_size])}, "tokens"),
@@ -565,7 +611,7 @@ def documented_commands(program: str) -> list[list[str]]:
 
 async def test_every_documented_grpcurl_command_works() -> None:
     commands = documented_commands("grpcurl")
-    assert len(commands) == 6
+    assert len(commands) == 7
     async with door() as served:
         called = {}
         for words in commands:
@@ -576,7 +622,9 @@ async def test_every_documented_grpcurl_command_works() -> None:
                 body = json.loads(words[words.index("-d") + 1])
                 called[words[-1]] = await call_by_reflection(served.channel, words[-1], body)
     answers = called["pdserve.v1.Inference/Generate"]
-    assert "".join(answer.get("text", "") for answer in answers) == "the blue sea"
+    for index in range(2):
+        of_choice = [answer for answer in answers if answer.get("index", 0) == index]
+        assert "".join(answer.get("text", "") for answer in of_choice) == "the blue sea"
     assert answers[-1]["finishReason"] == "stop"
     assert called["pdserve.v1.Inference/Tokenize"][0]["ids"] == tokenizer().encode("one two three")
     assert called["pdserve.v1.Inference/ListModels"][0]["models"][0]["id"] == MODEL
