@@ -239,6 +239,14 @@ class FrontOptions(CommonOptions):
         96, "Requests that may wait beyond what the decode nodes run at once, before 429.", LIMITS
     )
 
+    max_priority_boost: int = option(
+        0,
+        "How far below 0 the `priority` of a request may be, each step being worth a minute of waiting; with 0 clients "
+        "can only stand back.",
+        LIMITS,
+        metavar="STEPS",
+    )
+
     def grpc_port_number(self, http_port: int) -> int | None:
         """The port to serve gRPC on, None for none."""
         if self.grpc_port == "off":
@@ -264,6 +272,7 @@ class FrontOptions(CommonOptions):
                 api_keys=tuple(self.api_key),
                 max_model_len=self.max_model_len,
                 max_waiting_requests=self.max_waiting_requests,
+                max_priority_boost=self.max_priority_boost,
                 progress_deadline_s=self.progress_deadline,
                 local_prefill_threshold=self.local_prefill_threshold,
                 drain_timeout_s=self.drain_timeout,

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15proto/inference.proto\x12\npdserve.v1\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"7\n\nChatPrompt\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.pdserve.v1.ChatMessage\"\x1a\n\x0bTokenPrompt\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xd7\x07\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\x06tokens\x18\x03 \x01(\x0b\x32\x17.pdserve.v1.TokenPromptH\x00\x12&\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x16.pdserve.v1.ChatPromptH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x06 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x07 \x01(\x02H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x08 \x01(\rH\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\t \x01(\x02H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\n \x01(\x02H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0b \x01(\x02H\x07\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0c \x01(\x02H\x08\x88\x01\x01\x12\x11\n\x04seed\x18\r \x01(\x04H\t\x88\x01\x01\x12\x0e\n\x01n\x18\x0e \x01(\rH\n\x88\x01\x01\x12\x0c\n\x04stop\x18\x0f \x03(\t\x12\x16\n\x0estop_token_ids\x18\x10 \x03(\r\x12\x17\n\nmin_tokens\x18\x11 \x01(\rH\x0b\x88\x01\x01\x12\x17\n\nignore_eos\x18\x12 \x01(\x08H\x0c\x88\x01\x01\x12>\n\nlogit_bias\x18\x13 \x03(\x0b\x32*.pdserve.v1.GenerateRequest.LogitBiasEntry\x12\x15\n\x08logprobs\x18\x14 \x01(\rH\r\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x15 \x01(\x08H\x0e\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\x16 \x01(\rH\x0f\x88\x01\x01\x12\x1c\n\x0fuse_beam_search\x18\x17 \x01(\x08H\x10\x88\x01\x01\x12\x1b\n\x0elength_penalty\x18\x18 \x01(\x02H\x11\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x08\n\x06promptB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\x04\n\x02_nB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x0b\n\t_logprobsB\x16\n\x14_skip_special_tokensB\n\n\x08_best_ofB\x12\n\x10_use_beam_searchB\x11\n\x0f_length_penalty\";\n\x07Logprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\t\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\"Y\n\x10PositionLogprobs\x12#\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x13.pdserve.v1.Logprob\x12 \n\x03top\x18\x02 \x03(\x0b\x32\x13.pdserve.v1.Logprob\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xc6\x01\n\x10GenerateResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05index\x18\x03 \x01(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12.\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1c.pdserve.v1.PositionLogprobs\x12\x15\n\rfinish_reason\x18\x07 \x01(\t\x12 \n\x05usage\x18\x08 \x01(\x0b\x32\x11.pdserve.v1.Usage\"\x9a\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x16.pdserve.v1.ChatPromptH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06promptB\x15\n\x13_add_special_tokens\"6\n\x10TokenizeResponse\x12\x0b\n\x03ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"\x13\n\x11ListModelsRequest\".\n\tModelCard\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\";\n\x12ListModelsResponse\x12%\n\x06models\x18\x01 \x03(\x0b\x32\x15.pdserve.v1.ModelCard2\xe8\x01\n\tInference\x12G\n\x08Generate\x12\x1b.pdserve.v1.GenerateRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12\x45\n\x08Tokenize\x12\x1b.pdserve.v1.TokenizeRequest\x1a\x1c.pdserve.v1.TokenizeResponse\x12K\n\nListModels\x12\x1d.pdserve.v1.ListModelsRequest\x1a\x1e.pdserve.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15proto/inference.proto\x12\npdserve.v1\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"7\n\nChatPrompt\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.pdserve.v1.ChatMessage\"\x1a\n\x0bTokenPrompt\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xfb\x07\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\x06tokens\x18\x03 \x01(\x0b\x32\x17.pdserve.v1.TokenPromptH\x00\x12&\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x16.pdserve.v1.ChatPromptH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x06 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x07 \x01(\x02H\x03\x88\x01\x01\x12\x12\n\x05top_k\x18\x08 \x01(\rH\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\t \x01(\x02H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\n \x01(\x02H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0b \x01(\x02H\x07\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0c \x01(\x02H\x08\x88\x01\x01\x12\x11\n\x04seed\x18\r \x01(\x04H\t\x88\x01\x01\x12\x0e\n\x01n\x18\x0e \x01(\rH\n\x88\x01\x01\x12\x0c\n\x04stop\x18\x0f \x03(\t\x12\x16\n\x0estop_token_ids\x18\x10 \x03(\r\x12\x17\n\nmin_tokens\x18\x11 \x01(\rH\x0b\x88\x01\x01\x12\x17\n\nignore_eos\x18\x12 \x01(\x08H\x0c\x88\x01\x01\x12>\n\nlogit_bias\x18\x13 \x03(\x0b\x32*.pdserve.v1.GenerateRequest.LogitBiasEntry\x12\x15\n\x08logprobs\x18\x14 \x01(\rH\r\x88\x01\x01\x12 \n\x13skip_special_tokens\x18\x15 \x01(\x08H\x0e\x88\x01\x01\x12\x14\n\x07\x62\x65st_of\x18\x16 \x01(\rH\x0f\x88\x01\x01\x12\x1c\n\x0fuse_beam_search\x18\x17 \x01(\x08H\x10\x88\x01\x01\x12\x1b\n\x0elength_penalty\x18\x18 \x01(\x02H\x11\x88\x01\x01\x12\x15\n\x08priority\x18\x19 \x01(\x11H\x12\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x08\n\x06promptB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\x04\n\x02_nB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eosB\x0b\n\t_logprobsB\x16\n\x14_skip_special_tokensB\n\n\x08_best_ofB\x12\n\x10_use_beam_searchB\x11\n\x0f_length_penaltyB\x0b\n\t_priority\";\n\x07Logprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\t\x12\x0f\n\x07logprob\x18\x03 \x01(\x02\"Y\n\x10PositionLogprobs\x12#\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x13.pdserve.v1.Logprob\x12 \n\x03top\x18\x02 \x03(\x0b\x32\x13.pdserve.v1.Logprob\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xc6\x01\n\x10GenerateResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\r\n\x05index\x18\x03 \x01(\r\x12\x0c\n\x04text\x18\x04 \x01(\t\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12.\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1c.pdserve.v1.PositionLogprobs\x12\x15\n\rfinish_reason\x18\x07 \x01(\t\x12 \n\x05usage\x18\x08 \x01(\x0b\x32\x11.pdserve.v1.Usage\"\x9a\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x16.pdserve.v1.ChatPromptH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06promptB\x15\n\x13_add_special_tokens\"6\n\x10TokenizeResponse\x12\x0b\n\x03ids\x18\x01 \x03(\r\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\"\x13\n\x11ListModelsRequest\".\n\tModelCard\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\";\n\x12ListModelsResponse\x12%\n\x06models\x18\x01 \x03(\x0b\x32\x15.pdserve.v1.ModelCard2\xe8\x01\n\tInference\x12G\n\x08Generate\x12\x1b.pdserve.v1.GenerateRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12\x45\n\x08Tokenize\x12\x1b.pdserve.v1.TokenizeRequest\x1a\x1c.pdserve.v1.TokenizeResponse\x12K\n\nListModels\x12\x1d.pdserve.v1.ListModelsRequest\x1a\x1e.pdserve.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,27 +40,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TOKENPROMPT']._serialized_start=140
   _globals['_TOKENPROMPT']._serialized_end=166
   _globals['_GENERATEREQUEST']._serialized_start=169
-  _globals['_GENERATEREQUEST']._serialized_end=1152
-  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=834
-  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=882
-  _globals['_LOGPROB']._serialized_start=1154
-  _globals['_LOGPROB']._serialized_end=1213
-  _globals['_POSITIONLOGPROBS']._serialized_start=1215
-  _globals['_POSITIONLOGPROBS']._serialized_end=1304
-  _globals['_USAGE']._serialized_start=1306
-  _globals['_USAGE']._serialized_end=1386
-  _globals['_GENERATERESPONSE']._serialized_start=1389
-  _globals['_GENERATERESPONSE']._serialized_end=1587
-  _globals['_TOKENIZEREQUEST']._serialized_start=1590
-  _globals['_TOKENIZEREQUEST']._serialized_end=1744
-  _globals['_TOKENIZERESPONSE']._serialized_start=1746
-  _globals['_TOKENIZERESPONSE']._serialized_end=1800
-  _globals['_LISTMODELSREQUEST']._serialized_start=1802
-  _globals['_LISTMODELSREQUEST']._serialized_end=1821
-  _globals['_MODELCARD']._serialized_start=1823
-  _globals['_MODELCARD']._serialized_end=1869
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1871
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1930
-  _globals['_INFERENCE']._serialized_start=1933
-  _globals['_INFERENCE']._serialized_end=2165
+  _globals['_GENERATEREQUEST']._serialized_end=1188
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=857
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=905
+  _globals['_LOGPROB']._serialized_start=1190
+  _globals['_LOGPROB']._serialized_end=1249
+  _globals['_POSITIONLOGPROBS']._serialized_start=1251
+  _globals['_POSITIONLOGPROBS']._serialized_end=1340
+  _globals['_USAGE']._serialized_start=1342
+  _globals['_USAGE']._serialized_end=1422
+  _globals['_GENERATERESPONSE']._serialized_start=1425
+  _globals['_GENERATERESPONSE']._serialized_end=1623
+  _globals['_TOKENIZEREQUEST']._serialized_start=1626
+  _globals['_TOKENIZEREQUEST']._serialized_end=1780
+  _globals['_TOKENIZERESPONSE']._serialized_start=1782
+  _globals['_TOKENIZERESPONSE']._serialized_end=1836
+  _globals['_LISTMODELSREQUEST']._serialized_start=1838
+  _globals['_LISTMODELSREQUEST']._serialized_end=1857
+  _globals['_MODELCARD']._serialized_start=1859
+  _globals['_MODELCARD']._serialized_end=1905
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1907
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1966
+  _globals['_INFERENCE']._serialized_start=1969
+  _globals['_INFERENCE']._serialized_end=2201
 # @@protoc_insertion_point(module_scope)

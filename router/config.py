@@ -24,6 +24,7 @@ class RouterConfig:
         max_model_len: a limit below the nodes' own, in tokens.
         max_waiting_requests: requests in flight beyond what the decode nodes can run at once, before 429.
         max_waiting_tokens: prompt tokens of those requests, before 429.
+        max_priority_boost: how far below 0 the `priority` of a request may be; each step is worth a minute of waiting.
         max_body_bytes: largest request body.
         request_timeout_s: seconds a request may take in all.
         progress_deadline_s: silence after which a node is out of rotation and its requests move.
@@ -46,6 +47,7 @@ class RouterConfig:
     max_model_len: int | None = None
     max_waiting_requests: int = 96
     max_waiting_tokens: int = 1_000_000
+    max_priority_boost: int = 0
     max_body_bytes: int = 8 * 1024 * 1024
     request_timeout_s: float = 600.0
     progress_deadline_s: float = 5.0
@@ -77,6 +79,8 @@ class RouterConfig:
             value = getattr(self, name)
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name} must be greater than 0, not {value}")
+        if self.max_priority_boost < 0:
+            raise ValueError(f"max_priority_boost must be at least 0, not {self.max_priority_boost}")
         check_token(self.cluster_token)
         if any(not key for key in self.api_keys):
             raise ValueError("api_keys must not hold an empty key")

@@ -202,6 +202,7 @@ def generate_params(request: pb.GenerateRequest) -> GenerateParams:
         n=n,
         best_of=best_of,
         beam_search=requested_search(request.use_beam_search, width, decimal("length_penalty")),
+        priority=request.priority,
         stop=tuple(request.stop),
         skip_special_tokens=request.skip_special_tokens if request.HasField("skip_special_tokens") else True,
     )

@@ -251,6 +251,9 @@ class InferenceApi:
         """
         if self.is_draining:
             raise Unavailable("the server is shutting down", retry_after_s=5.0, reason="draining")
+        lowest = -self.config.max_priority_boost
+        if params.priority < lowest:
+            raise InvalidRequest(f"priority must be at least {lowest} on this server", param="priority")
         seed = params.seed
         requests = build_requests(
             prompts,

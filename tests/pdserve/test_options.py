@@ -166,6 +166,7 @@ def test_wrong_engine_setting_names_its_flag(parse: Parse, arguments: tuple[str,
         (("--drain-timeout", "0"), "--drain-timeout must be greater than 0"),
         (("--progress-deadline", "nan"), "--progress-deadline must be greater than 0"),
         (("--api-key", "two words"), "--api-key must not"),
+        (("--max-priority-boost", "-1"), "--max-priority-boost must be at least 0"),
     ],
 )
 def test_wrong_router_setting_names_its_flag(parse: Parse, arguments: tuple[str, ...], sentence: str) -> None:
@@ -218,7 +219,9 @@ def test_wrong_setting_of_a_decode_node_names_its_flag(options: DecodeOptions, s
 
 
 def test_settings_of_a_box_reach_its_nodes(tmp_path: Path) -> None:
-    options = ServeOptions(redis_url="redis://there", swap_space=2.5, itl_bound_ms=70.0, scheduling_policy="fcfs")
+    options = ServeOptions(
+        redis_url="redis://there", swap_space=2.5, itl_bound_ms=70.0, scheduling_policy="fcfs", max_priority_boost=3
+    )
     config = options.router_config(redis_url="redis://there", cluster="c")
     plan = make_plan(options, config, ModelFiles("tiny", tmp_path), None)
     (_, prefill), (_, decode) = plan.prefill[0], plan.decode[0]
@@ -230,6 +233,8 @@ def test_settings_of_a_box_reach_its_nodes(tmp_path: Path) -> None:
         assert decode[decode.index(flag) + 1] == value
         assert (flag in prefill) is reaches_prefill
         assert flag not in plan.router[1]
+    router = plan.router[1]
+    assert router[router.index("--max-priority-boost") + 1] == "3" and config.max_priority_boost == 3
 
 
 def test_every_flag_has_help_and_its_own_variable() -> None:

@@ -91,12 +91,20 @@ async def test_a_length_penalty_needs_a_search() -> None:
 
 
 async def test_priority_travels() -> None:
-    async with serving() as server:
-        await server.complete(priority=-3)
-        assert server.last.request.priority == -3
-        for value in (2**31, 1.5, "high"):
+    async with serving(max_priority_boost=3) as server:
+        for priority in (-3, 7):
+            await server.complete(priority=priority)
+            assert server.last.request.priority == priority
+        for value in (-4, 2**31, 1.5, "high"):
             response = await server.complete(priority=value)
             assert (response.status_code, response.json()["error"]["param"]) == (400, "priority")
+
+
+async def test_clients_cannot_push_ahead_unless_they_are_let() -> None:
+    async with serving() as server:
+        assert (await server.complete(priority=1)).status_code == 200
+        response = await server.complete(priority=-1)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "priority")
 
 
 async def test_the_attempt_says_what_to_search_for() -> None:

@@ -152,13 +152,14 @@ async def test_every_setting_reaches_the_cluster() -> None:
     asked = pb.GenerateRequest(
         text="red", max_tokens=9, temperature=0.7, top_p=0.9, top_k=5, min_p=0.05, presence_penalty=0.5,
         frequency_penalty=-0.25, repetition_penalty=1.1, seed=2**63 + 1, n=2, stop_token_ids=[7], min_tokens=3,
-        ignore_eos=True, logit_bias={4: -1.5}, logprobs=2,
+        ignore_eos=True, logit_bias={4: -1.5}, logprobs=2, priority=6,
     )  # fmt: skip
     async with door() as served:
         await served.generate(asked)
         request = served.cluster.generations[-1].request
     sampling = request.sampling
     assert (sampling.max_tokens, sampling.min_tokens, sampling.logprobs, request.num_sequences) == (9, 3, 2, 2)
+    assert request.priority == 6
     # As written, not 0.699999988: what a float of 32 bits holds.
     assert (sampling.temperature, sampling.top_p, sampling.min_p, sampling.repetition_penalty) == (0.7, 0.9, 0.05, 1.1)
     assert (sampling.presence_penalty, sampling.frequency_penalty, sampling.top_k) == (0.5, -0.25, 5)
@@ -302,6 +303,7 @@ async def test_tokenize_and_models() -> None:
         ({"stop": ["x"], "use_beam_search": True}, "stop"),
         ({"logit_bias": {5: 1}, "use_beam_search": True}, "logit_bias"),
         ({"min_tokens": 2, "use_beam_search": True}, "min_tokens"),
+        ({"priority": -1}, "priority"),
         ({"text": ""}, "text"),
         ({"text": "red " * 10_000}, "text"),
         ({"text": None, "tokens": pb.TokenPrompt(ids=[1, LIMITS.vocab_size])}, "tokens"),
