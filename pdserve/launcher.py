@@ -60,7 +60,7 @@ _NODE_FLAGS = (
 )
 _FLAGS_OF_ROLE = {"prefill": (), "decode": ("swap_space", "itl_bound_ms")}
 _EVERY_ROLE_FLAGS = ("log_level", "max_model_len", "progress_deadline", "drain_timeout", "seed")
-_ROUTER_FLAGS = ("host", "local_prefill_threshold", "max_waiting_requests", "max_priority_boost")
+_ROUTER_FLAGS = ("host", "local_prefill_threshold", "max_waiting_requests", "max_waiting_tokens", "max_priority_boost")
 
 
 @dataclass(frozen=True, slots=True)

@@ -239,6 +239,13 @@ class FrontOptions(CommonOptions):
         96, "Requests that may wait beyond what the decode nodes run at once, before 429.", LIMITS
     )
 
+    max_waiting_tokens: int | None = option(
+        None,
+        "Tokens of prompts that may wait to be computed, before 429.",
+        LIMITS,
+        metavar="TOKENS",
+        show_default="8 times what the decode nodes' KV blocks hold",
+    )
     max_priority_boost: int = option(
         0,
         "How far below 0 the `priority` of a request may be, each step being worth a minute of waiting; with 0 clients "
@@ -272,6 +279,7 @@ class FrontOptions(CommonOptions):
                 api_keys=tuple(self.api_key),
                 max_model_len=self.max_model_len,
                 max_waiting_requests=self.max_waiting_requests,
+                max_waiting_tokens=self.max_waiting_tokens,
                 max_priority_boost=self.max_priority_boost,
                 progress_deadline_s=self.progress_deadline,
                 local_prefill_threshold=self.local_prefill_threshold,

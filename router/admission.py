@@ -1,11 +1,13 @@
 """Who may come in: what can never fit is refused for good, what does not fit now is told when to come back.
 
-Counts sequences and waiting prompt tokens of requests in flight. Knows no nodes; capacity is passed in.
+Counts sequences of requests in flight, and prompt tokens that have to be computed before a first token. Knows no nodes;
+capacity is passed in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from types import TracebackType
 
@@ -16,6 +18,8 @@ from router.generation import GenerationRequest, ModelLimits
 SHORTEST_RETRY_S = 1.0
 LONGEST_RETRY_S = 60.0
 UNKNOWN_RETRY_S = 5.0
+WAITING_POOLS = 8
+"""Prompts that fill the decode nodes so many times may wait, where nothing else was said."""
 
 
 class Outcome(Enum):
@@ -24,6 +28,14 @@ class Outcome(Enum):
     FINISHED = "finished"
     FAILED = "failed"
     CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What the ready decode nodes hold at once: sequences in their steps, tokens in their KV blocks."""
+
+    sequences: int = 0
+    kv_tokens: int = 0
 
 
 class Ticket:
@@ -37,10 +49,17 @@ class Ticket:
         self._waiting_tokens = waiting_tokens
         self._is_open = True
 
+    def must_compute(self, tokens: int) -> None:
+        """So much of the prompt is in no prefix cache, as it turned out."""
+        if tokens < self._waiting_tokens:
+            self._admission._waiting_tokens -= self._waiting_tokens - tokens
+            self._waiting_tokens = tokens
+
     def first_token(self) -> None:
         """The prompt waits no longer."""
-        self._admission._waiting_tokens -= self._waiting_tokens
-        self._waiting_tokens = 0
+        if self._waiting_tokens:
+            self._admission._computed(self._waiting_tokens)
+            self._waiting_tokens = 0
 
     def close(self, outcome: Outcome) -> None:
         """The request ended."""
@@ -60,13 +79,20 @@ class Ticket:
 
 
 class Admission:
-    """The books of requests in flight at this router."""
+    """The books of requests in flight at this router.
+
+    Args:
+        max_waiting_sequences: beyond those that the decode nodes run at once.
+        max_waiting_tokens: of prompts without a first token; None takes WAITING_POOLS times what the decode nodes hold.
+        clock: monotonic seconds.
+        rate_half_life_s: how fast the past stops to count when a time to come back is worked out.
+    """
 
     def __init__(
         self,
         *,
         max_waiting_sequences: int,
-        max_waiting_tokens: int,
+        max_waiting_tokens: int | None,
         clock: Callable[[], float],
         rate_half_life_s: float = 20.0,
     ) -> None:
@@ -74,6 +100,7 @@ class Admission:
         self._max_waiting_tokens = max_waiting_tokens
         self._clock = clock
         self._completions = RateEstimate(rate_half_life_s)
+        self._computed_tokens = RateEstimate(rate_half_life_s)
         self._waiting_tokens = 0
         self.requests = 0
         self.sequences = 0
@@ -83,39 +110,48 @@ class Admission:
 
     @property
     def waiting_tokens(self) -> int:
-        """Prompt tokens of requests without a first token yet."""
+        """Prompt tokens to be computed for requests without a first token yet."""
         return self._waiting_tokens
 
-    def admit(self, request: GenerationRequest, *, capacity: int) -> Ticket:
-        """Raises Overloaded. `capacity`: sequences that the ready decode nodes run at once."""
-        limit = capacity + self._max_waiting_sequences
-        excess = self.sequences + request.num_sequences - limit
+    def admit(self, request: GenerationRequest, *, capacity: Capacity) -> Ticket:
+        """Raises Overloaded. What is alone is always admitted; while no decode node is ready, tokens have no limit."""
+        sequences, prompt_tokens = request.num_running, len(request.prompt_token_ids)
+        excess = self.sequences + sequences - capacity.sequences - self._max_waiting_sequences
         if excess > 0 and self.sequences > 0:
-            raise self._overloaded("too many requests are in flight", "queue_full", excess)
-        prompt_tokens = len(request.prompt_token_ids)
-        if self._waiting_tokens > 0 and self._waiting_tokens + prompt_tokens > self._max_waiting_tokens:
-            raise self._overloaded("too many prompt tokens are waiting", "tokens_full", request.num_sequences)
+            raise self._overloaded("too many requests are in flight", "queue_full", self.retry_after_s(excess))
+        most_tokens = self._max_waiting_tokens or WAITING_POOLS * capacity.kv_tokens
+        excess = self._waiting_tokens + prompt_tokens - most_tokens
+        if excess > 0 and self._waiting_tokens > 0 and most_tokens > 0:
+            retry_after_s = self._seconds_until(self._computed_tokens, excess)
+            raise self._overloaded("too many prompt tokens are waiting", "tokens_full", retry_after_s)
         self.requests += 1
-        self.sequences += request.num_sequences
+        self.sequences += sequences
         self.admitted += 1
         self._waiting_tokens += prompt_tokens
-        return Ticket(self, request.num_sequences, prompt_tokens)
+        return Ticket(self, sequences, prompt_tokens)
 
     def retry_after_s(self, sequences: int = 1) -> float:
         """Seconds until that many sequences will have ended, at the rate observed of late."""
-        rate = self._completions.per_second(self._clock())
-        if rate is None or rate <= 0.0:
-            return UNKNOWN_RETRY_S
-        return min(LONGEST_RETRY_S, max(SHORTEST_RETRY_S, sequences / rate))
+        return self._seconds_until(self._completions, sequences)
 
     def check_invariants(self) -> None:
         """Books agree with each other; called by tests and on close."""
         assert self.requests >= 0 and self.sequences >= 0 and self._waiting_tokens >= 0
         assert self.admitted == self.requests + sum(self.outcomes.values())
 
-    def _overloaded(self, message: str, reason: str, sequences: int) -> Overloaded:
+    def _seconds_until(self, events: RateEstimate, count: int) -> float:
+        rate = events.per_second(self._clock())
+        if rate is None or rate <= 0.0:
+            return UNKNOWN_RETRY_S
+        return min(LONGEST_RETRY_S, max(SHORTEST_RETRY_S, count / rate))
+
+    def _overloaded(self, message: str, reason: str, retry_after_s: float) -> Overloaded:
         self.refused += 1
-        return Overloaded(message, retry_after_s=self.retry_after_s(sequences), reason=reason)
+        return Overloaded(message, retry_after_s=retry_after_s, reason=reason)
+
+    def _computed(self, waiting_tokens: int) -> None:
+        self._waiting_tokens -= waiting_tokens
+        self._computed_tokens.add(waiting_tokens, self._clock())
 
     def _leave(self, num_sequences: int, outcome: Outcome) -> None:
         self.requests -= 1

@@ -131,7 +131,11 @@ class ClusterCollector(Collector):
         for name, text, value in (
             ("pdserve:in_flight_requests", "Admitted requests that have not ended.", cluster.admission.requests),
             ("pdserve:in_flight_sequences", "Their sequences.", cluster.admission.sequences),
-            ("pdserve:waiting_tokens", "Prompt tokens without a first token yet.", cluster.admission.waiting_tokens),
+            (
+                "pdserve:waiting_tokens",
+                "Prompt tokens to be computed before a first token.",
+                cluster.admission.waiting_tokens,
+            ),
         ):
             gauge = GaugeMetricFamily(name, text, labels=labels)
             gauge.add_metric(values, value)

@@ -23,7 +23,8 @@ class RouterConfig:
         api_keys: accepted keys; empty means that no key is asked for.
         max_model_len: a limit below the nodes' own, in tokens.
         max_waiting_requests: requests in flight beyond what the decode nodes can run at once, before 429.
-        max_waiting_tokens: prompt tokens of those requests, before 429.
+        max_waiting_tokens: tokens of prompts that may wait to be computed, before 429; None is a multiple of what the
+            decode nodes' KV blocks hold.
         max_priority_boost: how far below 0 the `priority` of a request may be; each step is worth a minute of waiting.
         max_body_bytes: largest request body.
         request_timeout_s: seconds a request may take in all.
@@ -46,7 +47,7 @@ class RouterConfig:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     max_model_len: int | None = None
     max_waiting_requests: int = 96
-    max_waiting_tokens: int = 1_000_000
+    max_waiting_tokens: int | None = None
     max_priority_boost: int = 0
     max_body_bytes: int = 8 * 1024 * 1024
     request_timeout_s: float = 600.0

@@ -25,7 +25,7 @@ from engine.fingerprint import Fingerprint
 from engine.ids import AttemptId, NodeId
 from kv_transfer.directory import Directory
 from proto import worker_pb2 as pb
-from router.admission import Admission, Outcome, check_fits
+from router.admission import Admission, Capacity, Outcome, check_fits
 from router.attempt import Attempt
 from router.cluster_counters import ClusterCounters
 from router.cluster_metrics import ClusterCollector
@@ -290,16 +290,17 @@ class RouterCluster(Cluster):
             message.prefill_nodes.append(pb.PrefillTarget(identity=identity, address=target.address))
         prefills_there = len(tokens) - cached.get(node.node_id, 0) <= self._config.local_prefill_threshold
         first_target = prefill_targets[0] if prefill_targets and not prefills_there else None
+        to_compute = max(1, len(tokens) - cached.get((first_target or node).node_id, 0))
         attempt = Attempt(
             attempt_id,
             generation,
             node,
             blocks_of_sequences=blocks,
             prefill_node=first_target,
-            prefill_tokens=max(1, len(tokens) - cached.get(first_target.node_id, 0)) if first_target else 0,
+            prefill_tokens=to_compute if first_target else 0,
         )
         attempt.start(message, now)
-        generation.note_placed(attempt, indices)
+        generation.note_placed(attempt, indices, to_compute)
         self.counters.attempts += 1
         self._decisions.append(
             Decision(generation.request.request_id, attempt_id, time.time(), tuple(indices), question, plan)
@@ -345,8 +346,10 @@ class RouterCluster(Cluster):
         output_so_far = num_tokens - len(generation.request.prompt_token_ids)
         output = max(1, min(generation.request.sampling.max_tokens - output_so_far, expected))
         first, *others = indices
-        blocks = {first: -(-(num_tokens + output) // block_size)}
-        blocks.update((index, -(-output // block_size) + 1) for index in others)
+        of_output = -(-output // block_size) + 1
+        hidden = generation.request.num_running - generation.request.num_sequences  # Beams that are not shown.
+        blocks = {first: -(-(num_tokens + output) // block_size) + hidden * of_output}
+        blocks.update((index, of_output) for index in others)
         return blocks
 
     def _known_limits(self) -> ModelLimits | None:
@@ -366,10 +369,15 @@ class RouterCluster(Cluster):
             )
         return self._limits
 
-    def _capacity(self) -> int:
-        """Sequences that the ready decode nodes run at once."""
-        ready = self.registry.routable("decode", self.registry.served_fingerprint)
-        return sum(node.description.max_num_seqs for node in ready if node.description is not None)
+    def _capacity(self) -> Capacity:
+        """What the ready decode nodes hold."""
+        served = self.registry.served_fingerprint
+        ready = [node.description for node in self.registry.routable("decode", served) if node.description is not None]
+        blocks = sum(description.num_blocks for description in ready)
+        return Capacity(
+            sequences=sum(description.max_num_seqs for description in ready),
+            kv_tokens=blocks * served.block_size if served is not None else 0,
+        )
 
     def _cut_short(self, message: str) -> None:
         for generation in list(self._running):

@@ -198,8 +198,9 @@ class DispatchedGeneration:
             else pb.BeamSearch(width=beams.width, length_penalty=beams.length_penalty),
         )
 
-    def note_placed(self, attempt: Attempt, indices: Sequence[int]) -> None:
-        """An attempt for these sequences has started."""
+    def note_placed(self, attempt: Attempt, indices: Sequence[int], tokens_to_compute: int) -> None:
+        """An attempt for these sequences has started; the other tokens lie in a prefix cache."""
+        self._ticket.must_compute(tokens_to_compute)
         if self._placed_at is None:
             self._placed_at = self._clock()
         if self._cache_witness is None and not self._is_cache_settled:

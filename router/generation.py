@@ -40,6 +40,11 @@ class GenerationRequest:
     tenant_salt: bytes = b""
     deadline_s: float = 600.0
 
+    @property
+    def num_running(self) -> int:
+        """Sequences that run side by side on a node."""
+        return self.num_sequences if self.beam_search is None else self.beam_search.width
+
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:

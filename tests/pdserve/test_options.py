@@ -167,6 +167,7 @@ def test_wrong_engine_setting_names_its_flag(parse: Parse, arguments: tuple[str,
         (("--progress-deadline", "nan"), "--progress-deadline must be greater than 0"),
         (("--api-key", "two words"), "--api-key must not"),
         (("--max-priority-boost", "-1"), "--max-priority-boost must be at least 0"),
+        (("--max-waiting-tokens", "0"), "--max-waiting-tokens must be greater than 0"),
     ],
 )
 def test_wrong_router_setting_names_its_flag(parse: Parse, arguments: tuple[str, ...], sentence: str) -> None:

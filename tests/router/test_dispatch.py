@@ -12,7 +12,7 @@ import pytest
 from engine.errors import DeadlinePassed, InvalidRequest, Overloaded, PdserveError, Unavailable
 from engine.tokens import FinishReason
 from proto import worker_pb2 as pb
-from router.admission import Outcome
+from router.admission import WAITING_POOLS, Outcome
 from router.node import NodeHealth
 from tests.router.cluster_harness import (
     PROGRESS_DEADLINE_S,
@@ -516,6 +516,24 @@ async def test_too_many_requests_are_refused_with_a_time() -> None:
         with pytest.raises(Overloaded) as caught:
             await harness.cluster.generate(make_request())
         assert 1.0 <= caught.value.retry_after_s <= 60.0
+        for generation in generations:
+            await generation.aclose()
+        node.does.hold_after_tokens = None
+        await harness.run(make_request())
+
+
+async def test_prompts_that_wait_are_measured_by_the_pool_of_the_decode_nodes() -> None:
+    async with running_cluster(max_waiting_requests=500) as harness:
+        node = harness.nodes["decode-0"]
+        node.does.hold_after_tokens = 0
+        pool_tokens = harness.cluster.limits.max_request_blocks * harness.cluster.limits.block_size
+        prompt = tuple(index % 50 for index in range(1000))
+        generations = []
+        with pytest.raises(Overloaded) as caught:
+            while True:
+                generations.append(await harness.cluster.generate(make_request(prompt=prompt)))
+        assert caught.value.reason == "tokens_full"
+        assert len(generations) == WAITING_POOLS * pool_tokens // len(prompt)
         for generation in generations:
             await generation.aclose()
         node.does.hold_after_tokens = None
