@@ -251,7 +251,8 @@ class DecodeNode:
         """Every block is here: decode from the next step on."""
         attempt = receiver.attempt
         self.counters.transfers_committed += 1
-        self.counters.kv_bytes += receiver.bytes_received
+        transfer_s = time.monotonic() - receiver.granted_s
+        self.counters.record_transfer(receiver.transport, receiver.bytes_received, transfer_s)
         self.scheduler.costs.handed_off.record(
             receiver.num_tokens - receiver.reservation.blocks_held * self.layout.block_size,
             time.monotonic() - receiver.opened_s,

@@ -82,9 +82,10 @@ class HandoffReceiver:
         self.machine = handoff.ReceivingHandoff(num_blocks - blocks_held)
         self.handoff_id = AttemptId(uuid.uuid4().hex)
         self.last_heard_s = self.opened_s = time.monotonic()
+        self.granted_s = self.opened_s
         self.bytes_received = 0
+        self.transport: pb.TransportKind = pb.TRANSPORT_KIND_GRPC
         self._host = host
-        self._transport: pb.TransportKind = pb.TRANSPORT_KIND_GRPC
         self._offered: frozenset[int] = frozenset()
         self._is_accepted = False
         self._blocks: BlockReceiver | None = None
@@ -223,7 +224,7 @@ class HandoffReceiver:
 
     def _proves_stop(self) -> bool:
         """Whether losing the stream is enough: before a grant, or where only we write into our blocks."""
-        return not self.machine.block_ids or self._transport == pb.TRANSPORT_KIND_GRPC
+        return not self.machine.block_ids or self.transport == pb.TRANSPORT_KIND_GRPC
 
     async def _on_event(self, event: pb.HandoffEvent) -> None:
         match event.WhichOneof("event"):
@@ -268,7 +269,7 @@ class HandoffReceiver:
         if message.transport == pb.TRANSPORT_KIND_SHARED_MEMORY and not has_writer:
             # Without it nobody could ever tell that the writer is gone.
             raise AttemptFailed("shared memory was chosen without naming the writer", reason="bad_transport")
-        self._transport = message.transport
+        self.transport = message.transport
         if has_writer:
             self._process = (message.pid, message.pid_start_ticks)
 
@@ -337,9 +338,10 @@ class HandoffReceiver:
                 case handoff.ReserveBlocks():
                     self._host.ask_blocks(self)
                 case handoff.SendGrant(block_ids):
+                    self.granted_s = time.monotonic()
                     self._blocks = BlockReceiver(
                         self._host.layout,
-                        kind=self._transport,
+                        kind=self.transport,
                         first_block=self.reservation.blocks_held,
                         destinations=[self._host.block_bytes(block_id) for block_id in block_ids],
                     )

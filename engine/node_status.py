@@ -33,9 +33,19 @@ class NodeCounters:
     tokens_generated: int = 0
     local_prefills: int = 0
     messages_ignored: int = 0
-    kv_bytes: int = 0
     prefill_tokens_per_s: float = 0.0
     failures: Counter[str] = field(default_factory=Counter)
+    transports: dict[str, pb.TransportUse] = field(default_factory=dict)
+
+    def record_transfer(self, kind: pb.TransportKind, num_bytes: int, seconds: float) -> None:
+        """Count the KV that a hand-off moved, if any."""
+        if not num_bytes:
+            return
+        name = pb.TransportKind.Name(kind).removeprefix("TRANSPORT_KIND_").lower()
+        use = self.transports.setdefault(name, pb.TransportUse())
+        use.transfers += 1
+        use.bytes += num_bytes
+        use.seconds += seconds
 
     def record_failure(self, reason: str) -> None:
         """Count a hand-off that failed. Reasons may come from peers, so there is a limit to how many are told apart."""
@@ -84,7 +94,8 @@ def status_message(
         tokens_generated=counters.tokens_generated,
         local_prefills=counters.local_prefills,
         messages_ignored=counters.messages_ignored,
-        kv_bytes=counters.kv_bytes,
+        kv_bytes=sum(use.bytes for use in counters.transports.values()),
+        transports=counters.transports,
         prefill_tokens_per_s=counters.prefill_tokens_per_s,
         failures=counters.failures,
     )

@@ -193,7 +193,7 @@ class PrefillNode:
             case _:
                 self.counters.transfers_failed += 1
                 self.counters.record_failure(sender.machine.reason)
-        self.counters.kv_bytes += sender.sent.bytes_sent
+        self.counters.record_transfer(sender.transport.kind, sender.sent.bytes_sent, sender.sending_s)
         self.scheduler.finish(sender.job)
         self.step_loop.wake()
 

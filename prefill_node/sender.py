@@ -69,6 +69,7 @@ class HandoffSender:
         self.last_heard_s = self.created_s
         self.deadline_s = self.created_s + open_message.deadline_ms / 1000
         self.sent = SentBlocks()
+        self.sending_s = 0.0
         self._request_id = open_message.request_id
         self.peer = (open_message.decode_node.node_id, open_message.decode_node.epoch)
         self._host = host
@@ -207,7 +208,9 @@ class HandoffSender:
                     case handoff.SendBlocks(first, end):
                         await self._host.faults.reach("before_send")
                         async with self._slot(write):
+                            begun_s = time.monotonic()
                             await self._write_blocks(first, end, write)
+                            self.sending_s += time.monotonic() - begun_s
                     case handoff.SendComplete():
                         await self._host.faults.reach("before_complete")
                         complete = self.sent.complete(num_tokens=self.job.num_tokens, layout=self._host.layout)

@@ -160,8 +160,18 @@ class TransferCounts(_message.Message):
     aborted: int
     def __init__(self, started: _Optional[int] = ..., committed: _Optional[int] = ..., failed: _Optional[int] = ..., aborted: _Optional[int] = ...) -> None: ...
 
+class TransportUse(_message.Message):
+    __slots__ = ("transfers", "bytes", "seconds")
+    TRANSFERS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    transfers: int
+    bytes: int
+    seconds: float
+    def __init__(self, transfers: _Optional[int] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
+
 class NodeStatus(_message.Message):
-    __slots__ = ("identity", "state", "blocks", "transfers", "leases", "in_flight", "running_sequences", "waiting_sequences", "waiting_tokens", "last_step_age_s", "steps", "prefill_tokens_computed", "prefill_tokens_cached", "tokens_generated", "preemptions", "local_prefills", "messages_ignored", "kv_bytes", "prefill_tokens_per_s", "failures", "unused_slots", "reserved_blocks", "swaps", "swap_bytes", "expected_output_tokens")
+    __slots__ = ("identity", "state", "blocks", "transfers", "leases", "in_flight", "running_sequences", "waiting_sequences", "waiting_tokens", "last_step_age_s", "steps", "prefill_tokens_computed", "prefill_tokens_cached", "tokens_generated", "preemptions", "local_prefills", "messages_ignored", "kv_bytes", "prefill_tokens_per_s", "failures", "unused_slots", "reserved_blocks", "swaps", "swap_bytes", "expected_output_tokens", "transports")
     class FailuresEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -169,6 +179,13 @@ class NodeStatus(_message.Message):
         key: str
         value: int
         def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    class TransportsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: TransportUse
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[_Union[TransportUse, _Mapping]] = ...) -> None: ...
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -194,6 +211,7 @@ class NodeStatus(_message.Message):
     SWAPS_FIELD_NUMBER: _ClassVar[int]
     SWAP_BYTES_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     identity: NodeIdentity
     state: NodeState
     blocks: BlockCounts
@@ -219,7 +237,8 @@ class NodeStatus(_message.Message):
     swaps: int
     swap_bytes: int
     expected_output_tokens: float
-    def __init__(self, identity: _Optional[_Union[NodeIdentity, _Mapping]] = ..., state: _Optional[_Union[NodeState, str]] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., transfers: _Optional[_Union[TransferCounts, _Mapping]] = ..., leases: _Optional[int] = ..., in_flight: _Optional[int] = ..., running_sequences: _Optional[int] = ..., waiting_sequences: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., last_step_age_s: _Optional[float] = ..., steps: _Optional[int] = ..., prefill_tokens_computed: _Optional[int] = ..., prefill_tokens_cached: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., preemptions: _Optional[int] = ..., local_prefills: _Optional[int] = ..., messages_ignored: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., failures: _Optional[_Mapping[str, int]] = ..., unused_slots: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., swaps: _Optional[int] = ..., swap_bytes: _Optional[int] = ..., expected_output_tokens: _Optional[float] = ...) -> None: ...
+    transports: _containers.MessageMap[str, TransportUse]
+    def __init__(self, identity: _Optional[_Union[NodeIdentity, _Mapping]] = ..., state: _Optional[_Union[NodeState, str]] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., transfers: _Optional[_Union[TransferCounts, _Mapping]] = ..., leases: _Optional[int] = ..., in_flight: _Optional[int] = ..., running_sequences: _Optional[int] = ..., waiting_sequences: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., last_step_age_s: _Optional[float] = ..., steps: _Optional[int] = ..., prefill_tokens_computed: _Optional[int] = ..., prefill_tokens_cached: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., preemptions: _Optional[int] = ..., local_prefills: _Optional[int] = ..., messages_ignored: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., failures: _Optional[_Mapping[str, int]] = ..., unused_slots: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., swaps: _Optional[int] = ..., swap_bytes: _Optional[int] = ..., expected_output_tokens: _Optional[float] = ..., transports: _Optional[_Mapping[str, TransportUse]] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("interval_s",)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
 from router.node import NodeHealth
@@ -64,7 +64,14 @@ class ClusterCollector(Collector):
             "pdserve:handoff_failures", "Hand-offs that failed, by reason.", labels=(*labels, "reason")
         )
         kv_bytes = CounterMetricFamily(
-            "pdserve:kv_transfer_bytes", "Bytes of KV sent (prefill) or received (decode).", labels=labels
+            "pdserve:kv_transfer_bytes",
+            "Bytes of KV sent (prefill) or received (decode).",
+            labels=(*labels, "transport"),
+        )
+        kv_seconds = SummaryMetricFamily(
+            "pdserve:kv_transfer_seconds",
+            "Hand-offs that moved KV; seconds writing it (prefill), or from grant to commit (decode).",
+            labels=(*labels, "transport"),
         )
         local = CounterMetricFamily("pdserve:local_prefills", "Prompts computed by a decode node.", labels=labels)
         preemptions = CounterMetricFamily("vllm:num_preemptions", "Preemptions.", labels=labels)
@@ -104,7 +111,9 @@ class ClusterCollector(Collector):
                 transfers.add_metric((*values, outcome), getattr(status.transfers, outcome))
             for reason, count in status.failures.items():
                 failures.add_metric((*values, reason), count)
-            kv_bytes.add_metric(values, status.kv_bytes)
+            for transport, use in status.transports.items():
+                kv_bytes.add_metric((*values, transport), use.bytes)
+                kv_seconds.add_metric((*values, transport), use.transfers, use.seconds)
             local.add_metric(values, status.local_prefills)
             preemptions.add_metric(values, status.preemptions)
             swaps.add_metric(values, status.swaps)
@@ -113,8 +122,8 @@ class ClusterCollector(Collector):
             expected.add_metric(values, status.expected_output_tokens)
             prompt_tokens.add_metric((*values, "computed"), status.prefill_tokens_computed)
             prompt_tokens.add_metric((*values, "cached"), status.prefill_tokens_cached)
-        yield from (running, waiting, usage, transfers, failures, kv_bytes, local, preemptions, in_flight, state)
-        yield from (swaps, unused, reserved, expected, prompt_tokens)
+        yield from (running, waiting, usage, transfers, failures, kv_bytes, kv_seconds, local, preemptions, in_flight)
+        yield from (state, swaps, unused, reserved, expected, prompt_tokens)
 
     def _router_families(self) -> Iterator[Metric]:
         cluster, labels, values = self._cluster, ("model_name",), (self._model_name,)

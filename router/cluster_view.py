@@ -45,6 +45,10 @@ def describe_node(node: Node, fresh: pb.NodeStatus | None, now: float) -> dict[s
         "local_prefills": status.local_prefills,
         "messages_ignored": status.messages_ignored,
         "kv_bytes": status.kv_bytes,
+        "transports": {
+            name: {"transfers": use.transfers, "bytes": use.bytes, "seconds": use.seconds}
+            for name, use in status.transports.items()
+        },
         "prefill_tokens_per_s": status.prefill_tokens_per_s,
         "failures": dict(status.failures),
         "version": node.description.version if node.description is not None else None,

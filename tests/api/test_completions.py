@@ -10,9 +10,10 @@ from tokenizers import Tokenizer
 
 from tests.api.client import COMPLETIONS, Api, Json, check_error
 from tests.api.conftest import BLOCK_SIZE, POOL_TOKENS
-from tests.e2e.cluster_processes import ClusterProcesses
+from tests.e2e.cluster_processes import ClusterProcesses, wait_until
 
 pytestmark = pytest.mark.e2e
+
 
 RAINBOW = "red orange yellow green red orange yellow"
 
@@ -299,3 +300,17 @@ def test_what_can_never_fit_is_refused_at_once(api: Api, cluster: ClusterProcess
         assert reply.elapsed.total_seconds() < 1.0
     assert nodes_work(cluster) == before
     assert api.complete("Hi", max_tokens=3, ignore_eos=True)["usage"]["completion_tokens"] == 3
+
+
+def test_metrics_say_by_which_transport_kv_came(api: Api, cluster: ClusterProcesses) -> None:
+    def sent() -> float:
+        for line in api.http.get("/metrics").text.splitlines():
+            if line.startswith("pdserve:kv_transfer_seconds_count{") and 'node_id="prefill-0"' in line:
+                assert 'transport="shared_memory"' in line
+                return float(line.split()[-1])
+        return 0.0
+
+    before = sent()
+    api.complete([9, 8, 7] * 30, max_tokens=2, ignore_eos=True)
+    wait_until(lambda: sent() > before, 5.0, "the transfer is counted")
+    assert cluster.node("decode-0")["transports"]["shared_memory"]["seconds"] > 0

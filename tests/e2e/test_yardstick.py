@@ -100,6 +100,11 @@ def test_grpc_transport(small_cluster: ClusterProcesses, reference: Reference) -
     decode = small_cluster.node("decode-0")
     assert decode["transfers"]["committed"] == 2
     assert decode["kv_bytes"] > 0
+    sent, received = (small_cluster.node(name)["transports"] for name in ("prefill-0", "decode-0"))
+    assert set(sent) == set(received) == {"grpc"}
+    assert (sent["grpc"]["transfers"], sent["grpc"]["bytes"]) == (2, decode["kv_bytes"])
+    assert (received["grpc"]["transfers"], received["grpc"]["bytes"]) == (2, decode["kv_bytes"])
+    assert sent["grpc"]["seconds"] > 0 and received["grpc"]["seconds"] > 0
     assert not any("peer_pool_opened" in line for line in small_cluster["prefill-0"].log)
     small_cluster.assert_idle()
 

@@ -344,4 +344,5 @@ class FakeNode(rpc.NodeServiceServicer, rpc.DecodeServiceServicer):
             last_step_age_s=self.last_step_age_s,
             prefill_tokens_per_s=self.prefill_tokens_per_s,
             failures={"digest_mismatch": 1},
+            transports={"shared_memory": pb.TransportUse(transfers=2, bytes=4096, seconds=0.25)},
         )

@@ -17,6 +17,7 @@ async def test_metrics_read_the_live_books() -> None:
         node.does.hold_after_tokens = 1
         generation = await harness.cluster.generate(make_request(n=2))
         of_node = '{model_name="fake",node_id="decode-0",role="decode"}'
+        by_shared_memory = of_node.replace("}", ',transport="shared_memory"}')
         running = f"vllm:num_requests_running{of_node} 2.0"
         await until(lambda: running in generate_latest(registry).decode())
         text = generate_latest(registry).decode()
@@ -26,6 +27,9 @@ async def test_metrics_read_the_live_books() -> None:
             'pdserve:node_state{model_name="fake",node_id="decode-0",role="decode",state="ready"} 1.0',
             'pdserve:node_state{model_name="fake",node_id="decode-0",role="decode",state="stalled"} 0.0',
             'pdserve:transfers_total{model_name="fake",node_id="decode-0",outcome="committed",role="decode"} 2.0',
+            f"pdserve:kv_transfer_bytes_total{by_shared_memory} 4096.0",
+            f"pdserve:kv_transfer_seconds_count{by_shared_memory} 2.0",
+            f"pdserve:kv_transfer_seconds_sum{by_shared_memory} 0.25",
             f"pdserve:kv_slots_unused{of_node} 0.0",
             f"pdserve:kv_blocks_reserved{of_node} 0.0",
             f"pdserve:preemptions_swapped_total{of_node} 0.0",
