@@ -176,9 +176,7 @@ class VirtualNode:
                 scheduler.join(reservation)
                 self._add_token(reservation.leader)  # the prefill node's
             decision = scheduler.decide()
-            # Nothing is computed, so nothing is copied; preempted sequences are computed again here.
-            scheduler.take_moves()
-            scheduler.take_preempted()
+            scheduler.take_preempted()  # They are computed again here.
             if decision is None:
                 coming_s = [arrivals[0][1].at_s] if arrivals else []
                 coming_s += [ready_s for ready_s, *_ in self._transfers[:1]]

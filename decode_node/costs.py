@@ -58,15 +58,12 @@ class Costs:
             self.decode_step_s = known * _KEPT + seconds * (1 - _KEPT)
 
     def prompt_tokens_within(self, bound_s: float, *, least: int) -> int:
-        """Prompt tokens that a step which also decodes may compute so that it takes `bound_s`; `least` while unknown.
+        """Prompt tokens that a step which also decodes may compute in `bound_s`; `least` while nothing is known."""
+        return max(least, self._within(bound_s, self.prompt))
 
-        Where decoding alone takes most of the bound, prompts still get half as much time as decoding, and never fewer
-        than `least` tokens: they must get on.
-        """
-        if not self.prompt.is_known:
-            return least
-        time_s = max(bound_s - self.decode_step_s, self.decode_step_s / 2)
-        return max(least, int(time_s * self.prompt.units / self.prompt.seconds))
+    def copied_bytes_within(self, bound_s: float, *, least: int) -> int:
+        """The same of bytes that it may copy to or from host memory."""
+        return max(least, self._within(bound_s, self.copied))
 
     def copy_is_quicker(self, num_bytes: int, num_tokens: int) -> bool:
         """Whether copying bytes out and in again takes less time than computing the tokens again, wherever that is.
@@ -79,3 +76,8 @@ class Costs:
     def hand_off_is_quicker(self, num_tokens: int) -> bool:
         """Whether a prefill node has tokens ready sooner than this node; where nothing is known it does."""
         return not self.prompt.is_known or self.handed_off.time_s(num_tokens) <= self.prompt.time_s(num_tokens)
+
+    def _within(self, bound_s: float, rate: Rate) -> int:
+        # Where decoding alone takes most of the bound, the rest still gets half as much time: it must get on.
+        time_s = max(bound_s - self.decode_step_s, self.decode_step_s / 2)
+        return int(time_s * rate.units / rate.seconds) if rate.is_known else 0

@@ -21,14 +21,13 @@ from dataclasses import replace
 
 from decode_node.attempt import Attempt, UpdateSink, refuse
 from decode_node.beam_group import BeamGroup, Continuation
-from decode_node.block_moves import make_moves
 from decode_node.config import DecodeConfig
 from decode_node.door import Door
 from decode_node.receiver import HandoffReceiver
-from decode_node.scheduler import DecodeDecision, DecodeScheduler, Slice
+from decode_node.scheduler import DecodeDecision, DecodeScheduler, RestoreBlocks, Slice
 from decode_node.sequence import DecodeSequence, next_place
 from decode_node.session import Session
-from decode_node.step import SliceResult, run_step
+from decode_node.step import SliceResult, StepResult, run_step
 from engine.block_hash import root_hash
 from engine.block_pool import BlockPool
 from engine.errors import (
@@ -82,7 +81,7 @@ class DecodeNode:
             itl_bound_s=config.itl_bound_s,
             swap_bytes=config.swap_bytes,
         )
-        self.step_loop: StepLoop[DecodeDecision, list[SliceResult]] = StepLoop(
+        self.step_loop: StepLoop[DecodeDecision, StepResult] = StepLoop(
             decide=self._decide, run=self._run, commit=self._commit, fail=self._fail
         )
         self._config = config
@@ -363,42 +362,44 @@ class DecodeNode:
         self.step_loop.wake()
 
     def _grant(self) -> None:
-        granted = self.scheduler.admit()
-        self._make_moves()
-        for reservation in granted:
+        for reservation in self.scheduler.admit():
             self._by_reservation[reservation].grant()
-
-    def _make_moves(self) -> None:
-        make_moves(self.scheduler.take_moves(), self._runner, self.scheduler.costs)
 
     def _decide(self) -> DecodeDecision | None:
         self._grant()
         self._step_started_s = time.monotonic()
         decision = self.scheduler.decide()
-        # At once: what was taken from preempted sequences may be granted to a prefill node while the step runs.
-        self._make_moves()
         self._move_preempted()
         return decision
 
-    def _run(self, decision: DecodeDecision) -> list[SliceResult]:
-        return run_step(decision, self._runner, lambda layer: self.step_loop.record_progress())
+    def _run(self, decision: DecodeDecision) -> StepResult:
+        return run_step(decision, self._runner, self.step_loop.record_progress)
 
-    def _commit(self, decision: DecodeDecision, results: list[SliceResult]) -> None:
-        self.scheduler.commit(decision)
-        seconds = time.monotonic() - self._step_started_s
+    def _commit(self, decision: DecodeDecision, result: StepResult) -> None:
+        self.scheduler.commit(decision, result.moves.failed)
+        self._record_costs(decision, result)
+        for move in result.moves.failed:
+            # What could not be saved is computed again; what could not be restored must not go on without it.
+            attempt = self._by_sequence.get(move.sequence) if isinstance(move, RestoreBlocks) else None
+            if attempt is not None:
+                self._fail_attempt(attempt, AttemptFailed("its K/V could not be restored", reason="restore_failed"))
+        for piece, slice_result in zip(decision.slices, result.slices, strict=True):
+            attempt = self._by_sequence.get(piece.sequence)
+            if attempt is not None:
+                self._commit_slice(attempt, piece, slice_result)
+        self._flush()
+        self.faults.reach_now("after_decode_step")
+
+    def _record_costs(self, decision: DecodeDecision, result: StepResult) -> None:
+        costs = self.scheduler.costs
+        costs.copied.record(result.moves.host_bytes, result.moves.host_seconds)
+        seconds = time.monotonic() - self._step_started_s - result.moves.seconds
         prompts = [piece.length for piece in decision.slices if piece.length > 1]
-        self.scheduler.costs.record_step(
+        costs.record_step(
             seconds=seconds, decode_tokens=len(decision.slices) - len(prompts), prompt_tokens=sum(prompts)
         )
         if prompts:
             self.counters.record_prefill_rate(sum(prompts), seconds)
-        for piece, result in zip(decision.slices, results, strict=True):
-            attempt = self._by_sequence.get(piece.sequence)
-            if attempt is None:
-                continue
-            self._commit_slice(attempt, piece, result)
-        self._flush()
-        self.faults.reach_now("after_decode_step")
 
     def _commit_slice(self, attempt: Attempt, piece: Slice, result: SliceResult) -> None:
         sequence = piece.sequence
@@ -500,8 +501,8 @@ class DecodeNode:
 
     def _fail(self, decision: DecodeDecision, error: Exception) -> None:
         self.scheduler.abandon(decision)
-        for piece in decision.slices:
-            attempt = self._by_sequence.get(piece.sequence)
+        for sequence in decision.sequences:
+            attempt = self._by_sequence.get(sequence)
             if attempt is not None:
                 self._fail_attempt(
                     attempt, AttemptFailed(f"the step failed: {type(error).__name__}", reason="step_failed")

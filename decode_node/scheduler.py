@@ -10,6 +10,11 @@ Queues, in order of place in line, and what moves an entry on:
                the budget, and not so much that the first ones wait too long. When blocks run out the last in line goes
                back to waiting, its K/V copied to host memory where that is the quicker way back (costs.py)
 
+Copies are a part of steps, made before the step computes, and as bounded as prompts in it are: a few blocks of a
+preempted sequence go out per step, from its end, and come back as if they were computed. A block that is saved counts
+as free at once, since only the same step can write into it, later; for that `admit`, which may promise blocks to other
+processes, does nothing until a step that copies is over.
+
 Place in line is fixed for life, and later arrivals stand further back, so everybody is first one day: the first is
 always admitted once the others have drained, and never preempted. That is why nobody starves.
 
@@ -25,6 +30,7 @@ copies it first, unless nobody else is left.
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from decode_node.costs import Costs
@@ -48,13 +54,6 @@ class Slice:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeDecision:
-    """What one step computes."""
-
-    slices: tuple[Slice, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class CopyBlock:
     """Copy a block within the pool."""
 
@@ -64,9 +63,11 @@ class CopyBlock:
 
 @dataclass(frozen=True, slots=True)
 class SaveBlocks:
-    """Copy blocks to host memory: fill `copy.data`."""
+    """Copy these blocks of a preempted sequence into `copy.data`, from its block `first_block` on."""
 
+    sequence: DecodeSequence
     copy: HostCopy
+    first_block: int
     block_ids: tuple[BlockId, ...]
 
 
@@ -74,12 +75,27 @@ class SaveBlocks:
 class RestoreBlocks:
     """Copy the blocks of `copy` from `first_block` on back to these ids."""
 
+    sequence: DecodeSequence
     copy: HostCopy
     first_block: int
     block_ids: tuple[BlockId, ...]
 
 
 BlockMove = CopyBlock | SaveBlocks | RestoreBlocks
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeDecision:
+    """What one step does: first the moves, in order, then all slices at once; one of the two may be empty."""
+
+    slices: tuple[Slice, ...]
+    moves: tuple[BlockMove, ...] = ()
+
+    @property
+    def sequences(self) -> list[DecodeSequence]:
+        """Those that the step holds: they keep their blocks until it is over."""
+        restored = [move.sequence for move in self.moves if isinstance(move, RestoreBlocks)]
+        return [*(piece.sequence for piece in self.slices), *restored]
 
 
 class DecodeScheduler:
@@ -90,8 +106,8 @@ class DecodeScheduler:
         layout: for the size of a block.
         max_num_batched_tokens: token budget of a step.
         max_num_seqs: sequences with blocks or promised blocks at once.
-        itl_bound_s: seconds that a step with decoding sequences in it may take, as far as prompts can help it; None
-            does not care.
+        itl_bound_s: seconds that a step with decoding sequences in it may take, as far as prompts and copies can help
+            it; None does not care.
         swap_bytes: host memory for the K/V of preempted sequences.
         costs: what steps and copies take; the caller records it there.
     """
@@ -116,7 +132,9 @@ class DecodeScheduler:
         self._waiting: list[DecodeSequence | Reservation] = []
         self._reserved: set[Reservation] = set()
         self._running: list[DecodeSequence] = []
+        self._saving: list[DecodeSequence] = []  # Their copies still hold blocks.
         self._moves: list[BlockMove] = []
+        self._is_moving = False
         self._preempted: list[DecodeSequence] = []
         self._refused: tuple[DecodeSequence | Reservation | None, int, int] = None, 0, 0
         self.costs = costs or Costs()
@@ -183,13 +201,16 @@ class DecodeScheduler:
     def admit(self) -> list[Reservation]:
         """Move what can move from waiting; returns reservations that were granted or lost their prefix.
 
-        `take_moves` follows.
+        While a step copies blocks nothing moves, see above. Its `commit` or `abandon` is followed by another call.
         """
         answered: list[Reservation] = []
+        if self._is_moving:
+            return answered
         while self._waiting and (self._is_waited_for or not self._is_still_refused(self._waiting[0])):
             entry = self._waiting[0]
             if not (self._try_grant(entry) if isinstance(entry, Reservation) else self._try_start(entry)):
-                if self._is_waited_for and self._running[-1].arrival > entry.arrival:
+                # One at a time: its blocks are free when they are saved.
+                if self._is_waited_for and self._running[-1].arrival > entry.arrival and not self._saving:
                     self._preempt(self._running[-1])
                     continue
                 self._refused = entry, self._pool.num_allocatable, self._num_taken
@@ -198,11 +219,6 @@ class DecodeScheduler:
             if isinstance(entry, Reservation):
                 answered.append(entry)
         return answered
-
-    def take_moves(self) -> list[BlockMove]:
-        """Copies that `admit` or `decide` ask for: make them in this order and at once, before anybody else writes."""
-        moves, self._moves = self._moves, []
-        return moves
 
     def take_preempted(self) -> list[DecodeSequence]:
         """Sequences that were put back to waiting, their K/V lost; `withdraw` those to compute elsewhere."""
@@ -280,35 +296,43 @@ class DecodeScheduler:
     # -- steps ----------------------------------------------------------------------------------------------
 
     def decide(self) -> DecodeDecision | None:
-        """Choose the slices of the next step. None: nothing to compute. Call `admit` before and `take_moves` after."""
+        """Choose what the next step does. None: there is nothing to do. Call `admit` before."""
         budget = self._max_num_batched_tokens
         slices: list[Slice] = []
         for sequence in list(self._running):
-            if budget > 0 and sequence.num_uncomputed == 1 and self._grow(sequence, sequence.num_tokens):
+            is_due = sequence.num_uncomputed == 1 and not sequence.is_restoring
+            if budget > 0 and is_due and self._grow(sequence, sequence.num_tokens):
                 slices.append(Slice(sequence, sequence.num_computed, 1, is_last=True))
                 budget -= 1
-        if slices and self._itl_bound_s is not None:
-            least = self._layout.block_size
-            budget = min(budget, self.costs.prompt_tokens_within(self._itl_bound_s, least=least))
+        bound_s = self._itl_bound_s if slices else None
+        num_copied = self._copy_some(bound_s)
+        if bound_s is not None:
+            bound_s -= self.costs.copied.time_s(num_copied * self._layout.block_bytes)
+            budget = min(budget, self.costs.prompt_tokens_within(bound_s, least=self._layout.block_size))
         for sequence in list(self._running):
             remaining = sequence.num_uncomputed
             length = min(remaining, budget)
-            if remaining > 1 and length > 0 and self._grow(sequence, sequence.num_computed + length):
+            is_due = remaining > 1 and not sequence.is_restoring
+            if is_due and length > 0 and self._grow(sequence, sequence.num_computed + length):
                 slices.append(Slice(sequence, sequence.num_computed, length, is_last=length == remaining))
                 budget -= length
-        # Growing may have preempted a sequence that already had its slice.
-        slices = [piece for piece in slices if piece.sequence.is_running]
-        if not slices:
-            return None
-        for piece in slices:
-            piece.sequence.is_on_device = True
-        return DecodeDecision(tuple(slices))
+        return self._decided(slices)
 
-    def commit(self, decision: DecodeDecision) -> None:
+    def commit(self, decision: DecodeDecision, failed: Sequence[BlockMove] = ()) -> None:
         """The step is done: advance counters and make full blocks findable.
 
         Sampled tokens are the caller's to add, and leaders whose prompt is computed the caller's to `fork`.
+
+        Args:
+            failed: moves that could not be made. What could not be saved is computed again; a sequence that could not
+                be restored is the caller's to `end`.
         """
+        self._is_moving = False
+        for move in decision.moves:
+            if isinstance(move, SaveBlocks) and move in failed:
+                self._lose(move)
+            elif isinstance(move, RestoreBlocks):
+                self._commit_restored(move, is_made=move not in failed)
         for piece in decision.slices:
             sequence = piece.sequence
             sequence.is_on_device = False
@@ -318,10 +342,14 @@ class DecodeScheduler:
                 self._release_if_ended(sequence)
 
     def abandon(self, decision: DecodeDecision) -> None:
-        """The step failed: nothing of it counts."""
-        for piece in decision.slices:
-            piece.sequence.is_on_device = False
-            self._release_if_ended(piece.sequence)
+        """The step failed: nothing of it counts, and nothing is known of the copies that it made."""
+        self._is_moving = False
+        for move in decision.moves:
+            if isinstance(move, SaveBlocks):
+                self._lose(move)
+        for sequence in decision.sequences:
+            sequence.is_on_device = False
+            self._release_if_ended(sequence)
 
     def check_invariants(self) -> None:
         """Raise AssertionError when the books do not balance."""
@@ -332,10 +360,14 @@ class DecodeScheduler:
         for sequence in waiting:
             assert not sequence.is_running and not sequence.num_computed, "a waiting sequence runs"
         for sequence in self._running:
-            assert sequence.is_running and sequence.host_copy is None, "a running sequence is waited for"
+            assert sequence.is_running, "a running sequence is waited for"
             assert len(sequence.block_ids) >= self._layout.blocks_for(sequence.num_computed), "a sequence lost blocks"
-        copied = sum(sequence.host_copy.num_blocks for sequence in waiting if sequence.host_copy is not None)
+            assert sequence.host_copy is None or not sequence.host_copy.unsaved, "a sequence runs that is being saved"
+        copies = {sequence: sequence.host_copy for sequence in (*waiting, *self._running) if sequence.host_copy}
+        copied = sum(copy.num_blocks for copy in copies.values())
         assert self.swap_bytes == copied * self._layout.block_bytes <= self._max_swap_bytes, "host memory was lost"
+        saving = {sequence for sequence, copy in copies.items() if copy.unsaved}
+        assert saving == set(self._saving) and len(saving) == len(self._saving), "a copy is never finished"
 
     # -- inside: admission ----------------------------------------------------------------------------------
 
@@ -417,6 +449,9 @@ class DecodeScheduler:
         return True
 
     def _try_start(self, sequence: DecodeSequence) -> bool:
+        copy = sequence.host_copy
+        if copy is not None and copy.unsaved:
+            return False  # A matter of few steps.
         hashes = sequence.full_block_hashes(self._layout.block_size, self._max_reusable(sequence))
         held = self._pool.match(hashes)
         if not self._has_room(sequence, held):
@@ -424,13 +459,8 @@ class DecodeScheduler:
             return False
         sequence.block_ids = held
         sequence.num_computed = len(held) * self._layout.block_size
-        copy = sequence.host_copy
-        if copy is not None and copy.data is not None and copy.num_tokens > sequence.num_computed:
-            blocks = self._pool.allocate(copy.num_blocks - len(held))
-            self._moves.append(RestoreBlocks(copy, len(held), tuple(blocks)))
-            sequence.block_ids = [*held, *blocks]
-            sequence.num_computed = copy.num_tokens
-        self._drop_copy(sequence)
+        if copy is not None and copy.num_tokens <= sequence.num_computed:
+            self._drop_copy(sequence)
         self._run(sequence)
         return True
 
@@ -458,7 +488,10 @@ class DecodeScheduler:
         return True
 
     def _make_way(self, sequence: DecodeSequence) -> bool:
-        """Preempt the last in line; False when that was this one."""
+        """Free a block of who was preempted, or else preempt the last in line; False when that was this one."""
+        if self._saving:
+            self._save(1)
+            return True
         last = self._running[-1]
         self._preempt(last)
         return last is not sequence
@@ -466,19 +499,104 @@ class DecodeScheduler:
     def _preempt(self, sequence: DecodeSequence) -> None:
         num_computed = sequence.num_computed
         if num_computed:
-            num_blocks = self._layout.blocks_for(num_computed)
-            num_bytes = num_blocks * self._layout.block_bytes
-            has_room = num_bytes <= self._max_swap_bytes - self.swap_bytes
-            if has_room and self.costs.copy_is_quicker(num_bytes, num_computed):
-                sequence.host_copy = HostCopy(num_computed, num_blocks)
-                self._moves.append(SaveBlocks(sequence.host_copy, tuple(sequence.block_ids[:num_blocks])))
-                self.swap_bytes += num_bytes
-                self.swaps += 1
             sequence.num_preemptions += 1
             self.preemptions += 1
             self._preempted.append(sequence)
+            num_blocks = self._layout.blocks_for(num_computed)
+            num_bytes = num_blocks * self._layout.block_bytes
+            has_room = num_bytes <= self._max_swap_bytes - self.swap_bytes
+            # One that is preempted again before all was copied back still has its copy.
+            if not sequence.is_restoring and has_room and self.costs.copy_is_quicker(num_bytes, num_computed):
+                unsaved, sequence.block_ids = sequence.block_ids[:num_blocks], sequence.block_ids[num_blocks:]
+                sequence.host_copy = HostCopy(num_computed, num_blocks, unsaved)
+                self._saving.append(sequence)
+                self.swap_bytes += num_bytes
+                self.swaps += 1
         self._leave(sequence)
         self.add(sequence)
+
+    # -- inside: copies -------------------------------------------------------------------------------------
+
+    def _copy_some(self, bound_s: float | None) -> int:
+        """Go on with saving, then with restoring, as far as the bound allows; returns how many blocks are copied."""
+        if bound_s is None:
+            most = self._pool.counts.total
+        else:
+            size = self._layout.block_bytes
+            most = self.costs.copied_bytes_within(bound_s, least=size) // size
+            # At least one more, whatever was saved already for those that could not wait.
+            most = max(most, self._num_copied + 1)
+        while self._saving and self._num_copied < most:
+            self._save(most - self._num_copied)
+        for sequence in list(self._running):
+            if sequence.is_restoring and self._num_copied < most:
+                self._restore(sequence, most - self._num_copied)
+        return self._num_copied
+
+    @property
+    def _num_copied(self) -> int:
+        """Blocks that the next step will copy to and from host memory."""
+        return sum(len(move.block_ids) for move in self._moves if not isinstance(move, CopyBlock))
+
+    def _save(self, most: int) -> None:
+        """Blocks go from the end, as those of an ended sequence do: what stays findable begins at the start."""
+        sequence = self._saving[0]
+        copy = sequence.host_copy
+        assert copy is not None, "only what has a copy is saved"
+        taken = copy.unsaved[-most:]
+        del copy.unsaved[-most:]
+        self._moves.append(SaveBlocks(sequence, copy, len(copy.unsaved), tuple(taken)))
+        self._pool.release(taken)
+        if not copy.unsaved:
+            self._saving.pop(0)
+            self._refused = None, 0, 0
+
+    def _restore(self, sequence: DecodeSequence, most: int) -> None:
+        copy = sequence.host_copy
+        assert copy is not None, "only what has a copy is restored"
+        first = sequence.num_computed // self._layout.block_size
+        end = min(first + most, copy.num_blocks)
+        if self._grow(sequence, min(end * self._layout.block_size, copy.num_tokens)):
+            self._moves.append(RestoreBlocks(sequence, copy, first, tuple(sequence.block_ids[first:end])))
+
+    def _decided(self, slices: list[Slice]) -> DecodeDecision | None:
+        # Growing may have preempted a sequence that already had its slice, or blocks to be restored.
+        held = [piece for piece in slices if piece.sequence.is_running]
+        moves = [move for move in self._moves if not isinstance(move, RestoreBlocks) or move.sequence.is_running]
+        self._moves = []
+        if not held and not moves:
+            return None
+        decision = DecodeDecision(tuple(held), tuple(moves))
+        for sequence in decision.sequences:
+            sequence.is_on_device = True
+        self._is_moving = bool(moves)
+        return decision
+
+    def _commit_restored(self, move: RestoreBlocks, *, is_made: bool) -> None:
+        sequence = move.sequence
+        sequence.is_on_device = False
+        if is_made:
+            end = (move.first_block + len(move.block_ids)) * self._layout.block_size
+            sequence.num_computed = min(end, move.copy.num_tokens)
+            self._publish(sequence, move.first_block)
+            if sequence.num_computed == move.copy.num_tokens:
+                self._drop_copy(sequence)
+        self._release_if_ended(sequence)
+
+    def _lose(self, move: SaveBlocks) -> None:
+        """A copy is not complete: its sequence is computed again."""
+        if move.sequence.host_copy is move.copy:
+            self._drop_copy(move.sequence)
+
+    def _drop_copy(self, sequence: DecodeSequence) -> None:
+        copy, sequence.host_copy = sequence.host_copy, None
+        if copy is None:
+            return
+        self.swap_bytes -= copy.num_blocks * self._layout.block_bytes
+        if copy.unsaved:
+            self._saving.remove(sequence)
+            self._pool.release(copy.unsaved)
+            copy.unsaved = []
 
     def _publish(self, sequence: DecodeSequence, first_block: int) -> None:
         full_blocks = sequence.num_computed // self._layout.block_size
@@ -505,12 +623,8 @@ class DecodeScheduler:
     def _release_if_ended(self, sequence: DecodeSequence) -> None:
         if sequence.is_ended and sequence.is_running:
             self._leave(sequence)
+            self._drop_copy(sequence)
             self._hand_down(sequence)
-
-    def _drop_copy(self, sequence: DecodeSequence) -> None:
-        if sequence.host_copy is not None:
-            self.swap_bytes -= sequence.host_copy.num_blocks * self._layout.block_bytes
-            sequence.host_copy = None
 
     def _hand_down(self, leader: DecodeSequence) -> None:
         """A leader ended before its siblings got the prompt: the next sibling leads."""

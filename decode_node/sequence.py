@@ -28,11 +28,13 @@ class HostCopy:
     Attributes:
         num_tokens: tokens it covers, from the first.
         num_blocks: blocks it covers, the last one perhaps partly.
+        unsaved: the first of these blocks, still to be copied; it holds a reference to each.
         data: the bytes; whoever copies puts them there. Gone with this object.
     """
 
     num_tokens: int
     num_blocks: int
+    unsaved: list[BlockId]
     data: object = None
 
 
@@ -51,7 +53,7 @@ class DecodeSequence:
         block_ids: blocks it holds a reference to.
         block_hashes: of its full blocks, as far as known.
         siblings: sequences that wait for this one to compute their common prompt.
-        host_copy: its K/V, when it was preempted and copying was the quicker way back.
+        host_copy: its K/V, when it was preempted and copying was the quicker way back; kept until all is copied back.
         num_candidates: of a beam: how many of the most likely tokens are told instead of drawing one; else 0.
         is_running: it has a place; its blocks may still be to come.
         is_on_device: the step that runs now holds it.
@@ -84,7 +86,12 @@ class DecodeSequence:
     @property
     def num_uncomputed(self) -> int:
         """Tokens to compute before the next one can be sampled; 1 is plain decoding."""
-        return self.num_tokens - (self.num_computed or (self.host_copy.num_tokens if self.host_copy else 0))
+        return self.num_tokens - max(self.num_computed, self.host_copy.num_tokens if self.host_copy else 0)
+
+    @property
+    def is_restoring(self) -> bool:
+        """Whether it runs, but part of its K/V is still to be copied back."""
+        return self.is_running and self.host_copy is not None
 
     def tokens(self, start: int, end: int) -> Sequence[int]:
         """Tokens [start, end)."""

@@ -1,4 +1,4 @@
-"""How a decision becomes tokens: one batch, one forward pass, one draw per sequence. Knows no attempts."""
+"""How a decision becomes tokens: copies, one batch, one forward pass, one draw per sequence. Knows no attempts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from decode_node.beam_group import candidates
+from decode_node.block_moves import MovesMade, make_moves
 from decode_node.scheduler import DecodeDecision, Slice
 from decode_node.sequence import DecodeSequence
 from engine.errors import AttemptFailed
@@ -29,8 +30,24 @@ class SliceResult:
     error: AttemptFailed | None = None
 
 
-def run_step(decision: DecodeDecision, runner: Runner, on_layer: Callable[[int], None]) -> list[SliceResult]:
-    """One result per slice. Called in the worker thread; reads the sequences and changes nothing."""
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One result per slice, and what became of the moves."""
+
+    slices: list[SliceResult]
+    moves: MovesMade
+
+
+def run_step(decision: DecodeDecision, runner: Runner, on_progress: Callable[[], None]) -> StepResult:
+    """Called in the worker thread; reads the sequences and changes nothing but blocks and host copies.
+
+    `on_progress` is called after each move and each layer.
+    """
+    moves = make_moves(decision.moves, runner, on_progress)
+    return StepResult(_compute(decision, runner, on_progress) if decision.slices else [], moves)
+
+
+def _compute(decision: DecodeDecision, runner: Runner, on_progress: Callable[[], None]) -> list[SliceResult]:
     slices = [
         SequenceSlice(
             token_ids=piece.sequence.tokens(piece.start, piece.start + piece.length),
@@ -41,7 +58,7 @@ def run_step(decision: DecodeDecision, runner: Runner, on_layer: Callable[[int],
         for piece in decision.slices
     ]
     batch = build_batch(slices, block_size=runner.layout.block_size)
-    logits = runner.run(batch, on_layer=on_layer)
+    logits = runner.run(batch, on_layer=lambda layer: on_progress())
     sample_rows: list[SampleRow] = []
     logits_rows: list[int] = []
     row = 0

@@ -326,7 +326,6 @@ async def test_a_beam_that_is_computed_again_reports_once() -> None:
     scheduler._waiting = kept_back
     scheduler._max_swap_bytes = scheduler.swap_bytes  # No room for another copy.
     scheduler._preempt(early)
-    node._make_moves()
     while step():
         pass
     expected = beam_search(simulated, prompt, width=2, max_tokens=20)

@@ -65,9 +65,6 @@ class Node:
         scheduler = self.scheduler
         scheduler.admit()
         decision = scheduler.decide()
-        for move in scheduler.take_moves():
-            if hasattr(move, "copy"):
-                move.copy.data = b""
         if decision is None:
             return set()
         scheduler.commit(decision)

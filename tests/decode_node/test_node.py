@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import random
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 import torch
 import transformers
 
+from decode_node import block_moves
 from decode_node.growth import PRIOR_LENGTH, OutputLengths
 from engine.model_runner import ModelRunner
 from engine.model_store import ModelFiles
@@ -159,6 +161,34 @@ async def test_tokens_equal_transformers_when_preempted(real: RealModel, way_bac
         assert (status.swaps > 0) == (way_back == "host_copy")
         assert (status.transfers.committed > 4 + 4 + 1) == (way_back == "prefill")
         assert status.swap_bytes == 0
+
+
+@pytest.mark.parametrize("broken", ["_save", "_restore"])
+async def test_a_copy_that_fails_costs_at_most_its_own_attempt(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    async with cluster() as nodes:
+        all_are_here = threading.Event()
+        runner = sim_runner(20, step_s=1.0, sleep=lambda seconds: all_are_here.wait(10))
+        decode = await nodes.decode(runner, swap_space_gib=1.0)
+        admit_too_much(decode)
+        monkeypatch.setattr(block_moves, broken, lambda move, runner: 1 / 0)
+        # What lies in the cache need not be restored.
+        monkeypatch.setattr(decode.node.scheduler, "_max_reusable", lambda sequence: 0)
+        async with nodes.router(decode) as router:
+            streams = [(await router.start(router.message(prompt_of(14, seed), max_tokens=30)))[0] for seed in range(4)]
+            await until(lambda: decode.node.status().in_flight == 4)
+            all_are_here.set()
+            await ended(streams)
+        assert decode.node.status().swaps > 0
+        failed = [stream for stream in streams if stream.error is not None]
+        assert all(stream.failure == "restore_failed" for stream in failed)
+        assert {stream.error.kind for stream in failed if stream.error} <= {pb.ERROR_KIND_TRY_ELSEWHERE}
+        assert bool(failed) == (broken == "_restore") and len(failed) < 4
+        for seed, stream in enumerate(streams):
+            whole = alone(prompt_of(14, seed), 30)
+            # Where it goes on elsewhere, what came out so far is right.
+            assert stream.tokens == whole[: len(stream.tokens)] and (
+                stream.error is not None or len(stream.tokens) == 30
+            )
 
 
 @pytest.mark.parametrize("length", [BLOCK - 1, BLOCK, BLOCK + 1, 7])

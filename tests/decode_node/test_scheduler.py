@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from hypothesis import settings
@@ -10,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from decode_node.costs import Costs
 from decode_node.growth import OutputLengths
-from decode_node.scheduler import CopyBlock, DecodeDecision, DecodeScheduler, RestoreBlocks, SaveBlocks
+from decode_node.scheduler import BlockMove, CopyBlock, DecodeDecision, DecodeScheduler, RestoreBlocks, SaveBlocks
 from decode_node.sequence import DecodeSequence, Reservation, next_place
 from engine.block_pool import BlockPool
 from engine.ids import BlockHash, BlockId
@@ -27,17 +28,20 @@ class Contents:
     def __init__(self, num_blocks: int) -> None:
         self.blocks: list[list[tuple[int, ...] | None]] = [[None] * 4 for _ in range(num_blocks)]
 
-    def make_moves(self, scheduler: DecodeScheduler) -> None:
-        for move in scheduler.take_moves():
+    def make_moves(self, moves: Sequence[BlockMove]) -> None:
+        for move in moves:
             match move:
                 case CopyBlock(source, destination):
                     self.blocks[destination] = list(self.blocks[source])
                 case SaveBlocks():
-                    move.copy.data = [list(self.blocks[block_id]) for block_id in move.block_ids]
+                    data: Any = move.copy.data or [None] * move.copy.num_blocks
+                    for index, block_id in enumerate(move.block_ids, move.first_block):
+                        data[index] = list(self.blocks[block_id])
+                    move.copy.data = data
                 case RestoreBlocks():
-                    data: Any = move.copy.data
-                    for block_id, block in zip(move.block_ids, data[move.first_block :], strict=True):
-                        self.blocks[block_id] = list(block)
+                    data = move.copy.data
+                    for index, block_id in enumerate(move.block_ids, move.first_block):
+                        self.blocks[block_id] = list(data[index])
 
     def write(self, sequence: DecodeSequence, start: int, end: int) -> None:
         for position in range(start, end):
@@ -52,7 +56,7 @@ class Contents:
 
 
 class Harness(DecodeScheduler):
-    """A scheduler whose moves are made at once, with the contents that real blocks would have."""
+    """A scheduler whose steps have the contents that real blocks would have, made when a step is over."""
 
     def __init__(self, pool: BlockPool, **more: Any) -> None:
         super().__init__(pool, LAYOUT, **more)
@@ -60,20 +64,24 @@ class Harness(DecodeScheduler):
 
     def admit(self) -> list[Reservation]:
         answered = super().admit()
-        self.contents.make_moves(self)
+        for reservation in answered:
+            # A prefill node may write at once, and it may take long until its blocks make sense.
+            for block_id in reservation.block_ids:
+                self.contents.blocks[block_id] = [None] * 4
         return answered
 
-    def decide(self) -> DecodeDecision | None:
-        decision = super().decide()
-        self.contents.make_moves(self)
-        for piece in decision.slices if decision else ():
+    def commit(self, decision: DecodeDecision, failed: Sequence[BlockMove] = ()) -> None:
+        self.contents.make_moves([move for move in decision.moves if move not in failed])
+        for piece in decision.slices:
             self.contents.check(piece.sequence, piece.start)
-        return decision
-
-    def commit(self, decision: DecodeDecision) -> None:
         for piece in decision.slices:
             self.contents.write(piece.sequence, piece.start, piece.start + piece.length)
-        super().commit(decision)
+        super().commit(decision, failed)
+
+    def abandon(self, decision: DecodeDecision) -> None:
+        """The moves were made; what fails is the computing."""
+        self.contents.make_moves(decision.moves)
+        super().abandon(decision)
 
     def join(self, reservation: Reservation) -> None:
         leader = reservation.leader
@@ -116,8 +124,10 @@ def step(scheduler: DecodeScheduler) -> dict[DecodeSequence, tuple[int, int]]:
     return {} if decision is None else finish(scheduler, decision)
 
 
-def finish(scheduler: DecodeScheduler, decision: DecodeDecision) -> dict[DecodeSequence, tuple[int, int]]:
-    scheduler.commit(decision)
+def finish(
+    scheduler: DecodeScheduler, decision: DecodeDecision, failed: Sequence[BlockMove] = ()
+) -> dict[DecodeSequence, tuple[int, int]]:
+    scheduler.commit(decision, failed)
     for piece in decision.slices:
         if piece.is_last:
             receivers = [piece.sequence, *piece.sequence.siblings]
@@ -344,7 +354,9 @@ class TestHostCopies:
         """Returns how many tokens the young one computed to get back."""
         queue.end(old)
         queue.admit()
-        (_, length) = step(queue)[young]
+        while young not in (computed := step(queue)):
+            pass
+        (_, length) = computed[young]
         queue.end(young)
         assert_idle(queue, pool)
         assert queue.swap_bytes == 0
@@ -361,10 +373,12 @@ class TestHostCopies:
         queue.end(old)
         # Of its three blocks the last is gone, and the first two are findable.
         assert pool.peek(young.full_block_hashes(4, 3)) == 2
-        DecodeScheduler.admit(queue)
-        (move,) = queue._moves
+        queue.admit()
+        decision = queue.decide()
+        assert decision is not None
+        (move,) = decision.moves
         assert isinstance(move, RestoreBlocks) and move.first_block == 2 and len(move.block_ids) == 1
-        queue.contents.make_moves(queue)
+        assert finish(queue, decision) == {}
         assert step(queue) == {young: (12, 1)}
         queue.end(young)
         assert_idle(queue, pool)
@@ -374,7 +388,8 @@ class TestHostCopies:
         start(queue, prompt := sequence(8))
         step(queue)
         queue._preempt(prompt)
-        queue.contents.make_moves(queue)
+        step(queue)
+        assert queue.swap_bytes == 2 * self.BLOCK_BYTES
         queue.admit()
         assert step(queue) == {prompt: (8, 1)}
         queue.end(prompt)
@@ -396,11 +411,99 @@ class TestHostCopies:
         queue, *_ = self.preempted(swap_bytes=9 * self.BLOCK_BYTES, costs=costs)
         assert queue.swaps == 1
 
+    def in_the_middle(self) -> tuple[Harness, BlockPool, DecodeSequence, DecodeSequence]:
+        """An old one that decodes, and a young one that lost six blocks; of these a step may copy one."""
+        costs = Costs()
+        costs.copied.record(self.BLOCK_BYTES, 1.0)
+        queue, pool = scheduler(16, swap_bytes=9 * self.BLOCK_BYTES, costs=costs, itl_bound_s=1.5)
+        old, young = sequence(10), sequence(21, first=50)
+        start(queue, old, young)
+        while not young.output_token_ids:
+            step(queue)
+        queue._preempt(young)
+        return queue, pool, old, young
+
+    def copied(self, queue: Harness, old: DecodeSequence) -> int:
+        """Blocks that a step copies, in which the old one must get on."""
+        decision = queue.decide()
+        assert decision is not None
+        assert old in finish(queue, decision)
+        return sum(len(move.block_ids) for move in decision.moves if not isinstance(move, CopyBlock))
+
+    def test_a_step_copies_no_more_than_its_bound_allows(self) -> None:
+        queue, pool, old, young = self.in_the_middle()
+        while young.host_copy is None or young.host_copy.unsaved:
+            queue.admit()
+            assert not young.is_running, "its copy is not complete"
+            assert self.copied(queue, old) == 1
+        # The cache has lost all of it.
+        pool.release(pool.allocate(pool.num_allocatable))
+        assert not pool.peek(young.full_block_hashes(4, 1))
+        queue.admit()
+        for _ in range(6):
+            assert young.is_restoring
+            assert self.copied(queue, old) == 1
+        assert pool.peek(young.full_block_hashes(4, 5)) == 5, "what was copied back is findable again"
+        assert step(queue)[young] == (21, 1)
+        for each in (old, young):
+            queue.end(each)
+        assert_idle(queue, pool)
+
+    def test_without_anybody_who_decodes_all_is_copied_at_once(self) -> None:
+        queue, pool, old, young = self.in_the_middle()
+        queue.end(old)
+        decision = queue.decide()
+        assert decision is not None and not decision.slices
+        assert not queue.admit() and not young.is_running, "a step copies"
+        finish(queue, decision)
+        queue.admit()
+        assert [step(queue), step(queue)] == [{}, {young: (21, 1)}]
+        queue.end(young)
+        assert_idle(queue, pool)
+
+    def test_its_end_in_the_middle_of_a_copy_frees_everything(self) -> None:
+        for steps in range(12):
+            queue, pool, old, young = self.in_the_middle()
+            for _ in range(steps):
+                step(queue)
+                pool.release(pool.allocate(pool.num_allocatable))
+                queue.admit()
+            decision = queue.decide()
+            queue.end(young)
+            assert decision is not None
+            finish(queue, decision)
+            assert queue.swap_bytes == 0
+            queue.end(old)
+            assert_idle(queue, pool)
+
     def test_a_copy_that_could_not_be_made_is_not_believed(self) -> None:
-        queue, pool, old, young = self.preempted(swap_bytes=3 * self.BLOCK_BYTES)
-        assert young.host_copy is not None
-        young.host_copy.data = None
-        assert self.finish_old_then_young(queue, pool, old, young) == 13 - 8
+        for good_steps in (0, 2, 5):
+            queue, pool, old, young = self.in_the_middle()
+            for _ in range(good_steps):
+                step(queue)
+            decision = queue.decide()
+            assert decision is not None and isinstance(decision.moves[-1], SaveBlocks)
+            queue.commit(decision, [decision.moves[-1]])
+            queue.check_invariants()
+            assert (young.host_copy, queue.swap_bytes) == (None, 0)
+            pool.release(pool.allocate(pool.num_allocatable))
+            assert self.finish_old_then_young(queue, pool, old, young) == 22
+
+    def test_who_could_not_be_restored_does_not_go_on(self) -> None:
+        queue, pool, old, young = self.in_the_middle()
+        while not young.is_running:
+            step(queue)
+            pool.release(pool.allocate(pool.num_allocatable))
+            queue.admit()
+        step(queue)
+        decision = queue.decide()
+        assert decision is not None and isinstance(decision.moves[-1], RestoreBlocks)
+        queue.commit(decision, [decision.moves[-1]])
+        queue.check_invariants()
+        assert young.num_computed == 4, "nothing is believed to be there"
+        for each in (young, old):
+            queue.end(each)
+        assert_idle(queue, pool)
 
     def test_its_end_frees_the_copy(self) -> None:
         queue, pool, old, young = self.preempted(swap_bytes=3 * self.BLOCK_BYTES)
@@ -726,11 +829,14 @@ class RandomDecode(RuleBasedStateMachine):
     """A tiny pool under everything that can happen, in any order."""
 
     swap_blocks = 0
+    itl_bound_s: float | None = None
 
     def __init__(self) -> None:
         super().__init__()
         swap_bytes = self.swap_blocks * LAYOUT.block_bytes
-        self.queue, self.pool = scheduler(10, budget=7, places=4, expected=6, swap_bytes=swap_bytes)
+        self.queue, self.pool = scheduler(
+            10, budget=7, places=4, expected=6, swap_bytes=swap_bytes, itl_bound_s=self.itl_bound_s
+        )
         self.alive: list[DecodeSequence] = []
         self.asked: list[Reservation] = []
         self.granted: list[Reservation] = []
@@ -820,11 +926,17 @@ class RandomDecode(RuleBasedStateMachine):
                 self.asked.append(hand_off(self.queue, preempted))
 
     @precondition(lambda self: self.on_device is not None)
-    @rule(succeeds=st.integers(0, 4))
-    def step_returns(self, succeeds: int) -> None:
+    @rule(succeeds=st.integers(0, 4), moves_fail=st.integers(0, 4))
+    def step_returns(self, succeeds: int, moves_fail: int) -> None:
         assert self.on_device is not None
         if succeeds:
-            finish(self.queue, self.on_device)
+            copies = [move for move in self.on_device.moves if not isinstance(move, CopyBlock)]
+            failed = copies[:1] if not moves_fail else []
+            finish(self.queue, self.on_device, failed)
+            for move in failed:
+                if isinstance(move, RestoreBlocks) and not move.sequence.is_ended:
+                    self.queue.end(move.sequence)
+                    self.alive.remove(move.sequence)
             for piece in self.on_device.slices:
                 if piece.sequence.num_tokens >= 36 and not piece.sequence.is_ended:
                     self.queue.end(piece.sequence)
@@ -875,9 +987,10 @@ class NamesOfPrefixes:
 
 
 class RandomDecodeWithSwap(RandomDecode):
-    """The same with room for two or three preempted sequences in host memory."""
+    """The same with room for two or three preempted sequences in host memory, and one block copied beside decoding."""
 
     swap_blocks = 12
+    itl_bound_s = 0.0
 
 
 for _machine in (RandomDecode, RandomDecodeWithSwap):
