@@ -54,6 +54,15 @@ class _Beam:
     sum_logprobs: float
 
 
+@dataclass(frozen=True, slots=True)
+class _End:
+    """A beam that is complete; its tokens are only looked up when it is in the result."""
+
+    beam: _Beam
+    score: float
+    finish_reason: FinishReason
+
+
 _ROOT = _Beam(None, -1, (), 0.0)
 
 
@@ -90,7 +99,7 @@ class BeamGroup:
         self._beams: dict[int, _Beam] = {0: _ROOT}  # by slot, the best first
         self._reports: dict[int, PositionLogprobs] = {}
         self._num_output = 0
-        self._complete: list[Hypothesis] = []  # the best ones, best first
+        self._complete: list[_End] = []  # the best ones, best first
 
     def report(self, slot: int, candidates: PositionLogprobs) -> None:
         """The most likely next tokens of a beam, in descending order. Only the first report of a step counts."""
@@ -115,7 +124,7 @@ class BeamGroup:
             for entry in reports[slot][: max(2 * self._width, self._width + len(self._ends))]:
                 total = beam.sum_logprobs + entry.logprob
                 if entry.token_id in self._ends:
-                    self._keep(self._hypothesis(self._grown(slot, entry, reports[slot]), FinishReason.STOP))
+                    self._keep(self._grown(slot, entry, reports[slot]), FinishReason.STOP)
                 elif total > -float("inf"):
                     found.append((total, slot, entry))
         # Stable: of equals the better beam's, and of these the likelier token.
@@ -124,10 +133,10 @@ class BeamGroup:
         if self._num_output == self._max_output or not best or self._is_decided(best[0][1].sum_logprobs):
             if self._num_output == self._max_output:
                 for _, beam in best:
-                    self._keep(self._hypothesis(beam, FinishReason.LENGTH))
+                    self._keep(beam, FinishReason.LENGTH)
             if len(self._complete) < self._width:
                 raise AttemptFailed("too few tokens have a finite probability", reason="nonfinite_logits")
-            self.hypotheses = tuple(self._complete)
+            self.hypotheses = tuple(self._hypothesis(end) for end in self._complete)
             self._beams = {}
             return ()
         return self._settle(best)
@@ -152,29 +161,33 @@ class BeamGroup:
         logprobs = () if top is None else (entry, *candidates[:top])
         return _Beam(beam, entry.token_id, logprobs, beam.sum_logprobs + entry.logprob)
 
-    def _hypothesis(self, beam: _Beam, reason: FinishReason) -> Hypothesis:
+    def _hypothesis(self, end: _End) -> Hypothesis:
         chain: list[_Beam] = []
-        last: _Beam | None = beam
+        last: _Beam | None = end.beam
         while last is not None and last is not _ROOT:
             chain.append(last)
             last = last.parent
         chain.reverse()
-        is_named = reason is FinishReason.STOP and (
-            self._sampling.ignore_eos or beam.token_id not in self._sampling.eos_token_ids
+        token_id = end.beam.token_id
+        is_named = end.finish_reason is FinishReason.STOP and (
+            self._sampling.ignore_eos or token_id not in self._sampling.eos_token_ids
         )
         return Hypothesis(
             token_ids=tuple(each.token_id for each in chain),
             logprobs=tuple(each.logprobs for each in chain) if self._sampling.logprobs is not None else (),
-            score=self._score(beam.sum_logprobs, self._num_output - (beam.token_id in self._named_ends)),
-            finish_reason=reason,
-            stop_token_id=beam.token_id if is_named else None,
+            score=end.score,
+            finish_reason=end.finish_reason,
+            stop_token_id=token_id if is_named else None,
         )
 
     def _score(self, sum_logprobs: float, num_output: int) -> float:
         return float(sum_logprobs / max(self._prompt_length + num_output, 1) ** self._length_penalty)
 
-    def _keep(self, hypothesis: Hypothesis) -> None:
-        self._complete.append(hypothesis)
+    def _keep(self, beam: _Beam, reason: FinishReason) -> None:
+        score = self._score(beam.sum_logprobs, self._num_output - (beam.token_id in self._named_ends))
+        if len(self._complete) == self._width and score <= self._complete[-1].score:
+            return
+        self._complete.append(_End(beam, score, reason))
         self._complete.sort(key=lambda each: -each.score)
         del self._complete[self._width :]
 

@@ -17,10 +17,10 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from decode_node.attempt import Attempt, UpdateSink, refuse
-from decode_node.beam_group import BeamGroup, Continuation
+from decode_node.beam_group import BeamGroup
+from decode_node.beam_search import begin_search, commit_beam
 from decode_node.config import DecodeConfig
 from decode_node.door import Door
 from decode_node.receiver import HandoffReceiver
@@ -439,57 +439,23 @@ class DecodeNode:
         self, attempt: Attempt, beams: BeamGroup, sequence: DecodeSequence, token: SampledToken | AttemptFailed
     ) -> None:
         try:
-            if isinstance(token, AttemptFailed):
-                raise token
-            beams.report(sequence.index, token.logprobs)
-            if not beams.is_ready:
-                return
-            attempt.note_token()
-            continuations = beams.advance()
+            step = commit_beam(beams, attempt.sequences, sequence, token, self.scheduler)
         except AttemptFailed as error:
             self._fail_attempt(attempt, error)
             return
-        if beams.hypotheses is None:
-            self._branch_beams(attempt, continuations)
+        if step is None:
             return
-        self.counters.tokens_generated += attempt.report_hypotheses()
-        for beam in attempt.sequences:
-            self.scheduler.end(beam)
-        self._finish_if_over(attempt)
-
-    def _branch_beams(self, attempt: Attempt, continuations: Sequence[Continuation]) -> None:
-        """Sequences go on as their own child; a further child takes the place of one without any."""
-        beams = {sequence.index: sequence for sequence in attempt.sequences}
-        old = dict(beams)
-        for sequence in attempt.sequences:
-            sequence.siblings = []
-        for child in continuations:
-            if child.slot == child.parent:
-                continue
-            parent = old[child.parent]
-            beams[child.slot] = replace(
-                parent,
-                index=child.slot,
-                output_token_ids=[*parent.output_token_ids, child.token_id],
-                arrival=old.get(child.slot, parent).arrival,
-                num_computed=0,
-                block_ids=[],
-                block_hashes=list(parent.block_hashes),
-                siblings=[],
-                host_copy=None,
-                is_running=False,
-                num_preemptions=0,
-            )
-            self._by_sequence[beams[child.slot]] = attempt
-            self.scheduler.branch(parent, beams[child.slot])
-        kept = {child.slot for child in continuations}
-        attempt.sequences = tuple(beam for slot, beam in beams.items() if slot in kept)
-        for child in continuations:
-            if child.slot == child.parent:
-                beams[child.slot].output_token_ids.append(child.token_id)
-        for slot, sequence in old.items():
-            if slot not in kept or beams[slot] is not sequence:
-                self._drop_sequence(sequence, "beam_overtaken")
+        attempt.note_token()
+        attempt.sequences = step.beams
+        for beam in step.born:
+            self._by_sequence[beam] = attempt
+        for beam in step.overtaken:
+            self._drop_sequence(beam, "beam_overtaken")
+        if beams.hypotheses is not None:
+            self.counters.tokens_generated += attempt.report_hypotheses()
+            for beam in step.beams:
+                self.scheduler.end(beam)
+            self._finish_if_over(attempt)
 
     def _drop_sequence(self, sequence: DecodeSequence, reason: str) -> None:
         """One that no attempt has any more."""
@@ -524,26 +490,14 @@ class DecodeNode:
         place_s = 0.0
         if self._door.by_priority:
             place_s = time.monotonic() + message.priority * self._config.priority_ageing_s
+        if message.HasField("beam_search"):
+            beams, sequences = begin_search(message, sampling, root, place_s, self._runner.max_model_len)
+            return Attempt(message, sequences, session, beams)
         sequences = [
             DecodeSequence(start.index, prompt, sampling, root, list(start.output_token_ids), next_place(place_s))
             for start in message.sequences
         ]
-        if not message.HasField("beam_search"):
-            return Attempt(message, sequences, session)
-        beams = BeamGroup(
-            sampling,
-            width=message.beam_search.width,
-            length_penalty=message.beam_search.length_penalty,
-            prompt_length=len(prompt),
-            max_model_len=self._runner.max_model_len,
-        )
-        sequences = [
-            DecodeSequence(
-                slot, prompt, sampling, root, arrival=next_place(place_s), num_candidates=beams.num_candidates
-            )
-            for slot in range(message.beam_search.width)
-        ]
-        return Attempt(message, sequences, session, beams)
+        return Attempt(message, sequences, session)
 
     def _add_token(self, attempt: Attempt, sequence: DecodeSequence, token: SampledToken) -> None:
         self.counters.tokens_generated += 1

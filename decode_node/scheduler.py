@@ -275,6 +275,30 @@ class DecodeScheduler:
         self._pool.share(child.block_ids)
         self._run(child)
 
+    def can_rebase(self, sequence: DecodeSequence, parent: DecodeSequence) -> bool:
+        """Whether both run, and no step or copy is under way that knows them as they are."""
+        return all(each.is_running and not each.is_restoring and not each.is_on_device for each in (sequence, parent))
+
+    def rebase(self, sequence: DecodeSequence, parent: DecodeSequence) -> None:
+        """A sequence goes on from another of the same prompt instead: it gets that one's tokens and shares its blocks.
+
+        As if it had ended and the other had branched, but costs what the two have not in common, and not their length.
+        """
+        own, end = sequence.block_ids, self._layout.blocks_for(parent.num_computed)
+        theirs = parent.block_ids
+        # Who shares a block shares all before it, or has the same text there.
+        common = bisect.bisect_left(range(min(len(own), end)), True, key=lambda index: own[index] != theirs[index])
+        self._pool.share(theirs[common:end])
+        self._pool.release(own[common:])
+        own[common:] = theirs[common:end]
+        sequence.num_computed = parent.num_computed
+        # The last common block may be partly filled, and the tokens beyond its K/V not the same.
+        full = max(0, common - 1)
+        first = max(0, full * self._layout.block_size - len(sequence.prompt_token_ids))
+        sequence.output_token_ids[first:] = parent.output_token_ids[first:]
+        known = min(full, len(sequence.block_hashes))
+        sequence.block_hashes[known:] = parent.block_hashes[known:]
+
     def end(self, sequence: DecodeSequence, *, is_whole: bool = True) -> None:
         """Nobody wants more of it. Blocks go back now, or when the step that holds them returns.
 

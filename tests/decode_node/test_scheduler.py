@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 from hypothesis import settings
@@ -686,6 +687,39 @@ class TestSiblings:
             assert len(shared) == len(beams[0].block_ids)
             # Nothing is held for parents that are gone.
             assert pool.counts.in_use == LAYOUT.blocks_for(6 + number - 1)
+        for beam in beams:
+            queue.end(beam)
+        assert_idle(queue, pool)
+
+    def test_one_that_goes_on_from_another_shares_all_that_is_the_same(self) -> None:
+        # Beams again, of which the worst gives up its end for that of the best.
+        queue, pool = scheduler(32)
+        beams = family(6, 3)
+        start(queue, beams[0])
+        chance = Random(5)
+        step(queue)
+        while beams[0].num_tokens < 40:
+            decision = queue.decide()
+            assert decision is not None
+            queue.commit(decision)  # The harness checks that each finds its own text.
+            best, worst, other = chance.sample(beams, 3)
+            # Before the next tokens, as a search does it, or after: then the last tokens have no K/V yet.
+            for speakers in (beams, [best]):
+                if queue.can_rebase(worst, best) and chance.random() < 0.7:
+                    queue.rebase(worst, best)
+                    assert worst.output_token_ids == best.output_token_ids
+                    assert worst.block_ids == best.block_ids
+                    count = worst.num_tokens // 4
+                    copy = DecodeSequence(0, worst.prompt_token_ids, worst.sampling, ROOT, best.output_token_ids)
+                    assert worst.full_block_hashes(4, count) == copy.full_block_hashes(4, count)
+                queue.check_invariants()
+                for beam in speakers:
+                    if not beam.num_uncomputed:
+                        say(beam)
+            if chance.random() < 0.1:
+                queue._preempt(other)
+                assert not queue.can_rebase(other, best) and not queue.can_rebase(best, other)
+                queue.admit()
         for beam in beams:
             queue.end(beam)
         assert_idle(queue, pool)
