@@ -5,8 +5,9 @@ Three kinds of rows:
     parts     of a forward pass by whichever path the model takes here. A compiled pass is one call, so its parts are
               told by differences: attention is what a pass takes beyond one with next to no context, the output matrix
               what it takes beyond one without logits
-    torch     single operations of the path through torch, one after another over as many layers as the model has, so
-              that weights and keys come from memory as they do in a step; and sampling, which both paths share
+    torch     single operations of the path through torch, one after another over as many layers as the model has
+              or more, so that weights and keys come from memory as they do in a step; and sampling, which both paths
+              share
     compiled  the same operations by the compiled CPU kernels, where there are any
 """
 
@@ -36,6 +37,9 @@ from kernels.cpu_library import load_library
 
 _LOGITS_SPREAD = 4.0
 """Standard deviation of logits that are sampled from: a few tokens have most of the probability, as in real ones."""
+
+_BEYOND_CACHE_BYTES = 128 * 1024 * 1024
+"""Weights of one kind that are gone through, at least: in a step, those of other kinds drive them out of caches."""
 
 _SHORT = 16
 """Tokens of the sequences by which a prompt's matrices are timed: attention among so few costs next to nothing."""
@@ -97,7 +101,7 @@ class KernelShapes:
         batches: sequences of decode steps.
         contexts: tokens that each of them has.
         prompts: tokens of prompts.
-        seconds: that an operation may take, all tries together; each is tried at least twice.
+        seconds: after which no further try of an operation starts.
     """
 
     batches: tuple[int, ...] = (1, 4, 16)
@@ -203,16 +207,17 @@ class KernelBench:
             ("linear, gate or up", shape.hidden, shape.intermediate),
             ("linear, down", shape.intermediate, shape.hidden),
         ):
-            weights = self._random(shape.num_layers, outputs, inputs)
+            one = self._random(1, outputs, inputs)
+            weights = one.repeat(max(shape.num_layers, -(-_BEYOND_CACHE_BYTES // one.nbytes)), 1, 1)
             states = self._random(tokens, inputs)
             cost = costs.linear(tokens, inputs, outputs, self._dtype)
-            seconds = self._seconds(lambda i: functional.linear(states, weights[i]), shape.num_layers)  # noqa: B023
+            seconds = self._seconds(lambda i: functional.linear(states, weights[i]), len(weights))  # noqa: B023
             yield _report("torch", name, f"{tokens}", seconds, cost)
             if (library := self._library) is not None:
                 wide, threads = states.float(), torch.get_num_threads()
                 seconds = self._seconds(
                     lambda i: cpu_operations.product(library, wide, weights[i], num_threads=threads),  # noqa: B023
-                    shape.num_layers,
+                    len(weights),
                 )
                 yield _report("compiled", name, f"{tokens}", seconds, cost)
 
@@ -288,14 +293,15 @@ class KernelBench:
         return torch.randn(*shape).to(self._torch_dtype)
 
     def _seconds(self, call: Callable[[int], object], rotations: int) -> float:
-        """Of one call: the best round of calls with 0 to `rotations` - 1."""
+        """Of one call: the best round of calls with 0 to `rotations` - 1. Slow calls are too few for a whole round."""
         best, spent, rounds = float("inf"), 0.0, 0
-        while rounds < 2 or (spent < self._wanted.seconds and rounds < 1000):
+        while not rounds or (spent < self._wanted.seconds and rounds < 1000):
             started_s = time.perf_counter()
             for rotation in range(rotations):
                 call(rotation)
-            elapsed_s = time.perf_counter() - started_s
-            best, spent, rounds = min(best, elapsed_s / rotations), spent + elapsed_s, rounds + 1
+                if (elapsed_s := time.perf_counter() - started_s) > self._wanted.seconds:
+                    break
+            best, spent, rounds = min(best, elapsed_s / (rotation + 1)), spent + elapsed_s, rounds + 1
         return best
 
 

@@ -32,6 +32,9 @@ from prefill_node.node import PrefillNode
 from proto import worker_pb2 as pb
 
 _DEADLINE_MS = 3_600_000
+_LEASE_S = 3600.0
+"""This decode side says nothing until a prompt is computed, which may take long on a busy machine."""
+
 _numbers = itertools.count(1)
 
 
@@ -166,7 +169,7 @@ class LocalPrefill:
 
     def __init__(self, runner: Runner, config: EngineConfig) -> None:
         self.node = PrefillNode(
-            PrefillConfig(NodeConfig(engine=config), max_waiting=1_000_000, max_ungranted=1_000_000),
+            PrefillConfig(NodeConfig(engine=config), max_waiting=1_000_000, max_ungranted=1_000_000, lease_s=_LEASE_S),
             runner,
             _description(runner, pb.ROLE_PREFILL),
             Faults.parse(""),

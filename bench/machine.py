@@ -12,12 +12,15 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as functional
 
 from engine.kv_layout import DTYPE_BYTES
+from kernels import cpu_operations
+from kernels.cpu_library import ELEMENT_TYPES, load_library
 
 MATMUL_SIZE = 2048
 WEIGHTS_BYTES = 256 * 1024 * 1024
@@ -56,8 +59,9 @@ class MachineLimits:
     Attributes:
         threads: of torch, while measuring.
         read_gb_per_s: reading memory of the size of the weights.
-        matvec_gb_per_s: by dtype, torch's matrix-vector product over as much memory.
-        matmul_gflop_per_s: by dtype, torch's product of two square matrices.
+        matvec_gb_per_s: by dtype, a matrix-vector product over as much memory.
+        matmul_gflop_per_s: by dtype, a product of two square matrices of that dtype or of float32, which can stand in
+            for a narrower one: where a processor has no instructions for bfloat16, float32 is what it can do.
     """
 
     threads: int
@@ -110,7 +114,7 @@ def torch_threads(threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def best_seconds(call: Callable[[], object], repeats: int, *, enough_s: float = 5.0) -> float:
+def best_seconds(call: Callable[[], object], repeats: int, *, enough_s: float = 2.0) -> float:
     """The shortest of `repeats` calls and one to warm up; no further call starts once they took `enough_s` together."""
     seconds: list[float] = []
     while not seconds or (len(seconds) <= repeats and sum(seconds) < enough_s):
@@ -127,15 +131,15 @@ def measure_limits(
     dtypes: tuple[str, ...] = ("float32", "bfloat16"),
     weights_bytes: int = WEIGHTS_BYTES,
     matmul_size: int = MATMUL_SIZE,
-    repeats: int = 5,
+    repeats: int = 10,
 ) -> MachineLimits:
-    """Measure with this many threads.
+    """Measure with this many threads. Products are torch's or the compiled kernels', whichever is faster.
 
     Args:
-        threads: of torch.
+        threads: that compute.
         dtypes: for which products are measured.
         weights_bytes: memory that is read.
-        matmul_size: rows and columns of the square matrices.
+        matmul_size: rows and columns of the square matrices; smaller ones are tried, too.
         repeats: tries, of which the best counts.
     """
     with torch_threads(threads):
@@ -161,10 +165,30 @@ def _matvec_gb_per_s(dtype: str, num_bytes: int, repeats: int) -> float:
     rows = max(1, num_bytes // (_MATVEC_COLUMNS * DTYPE_BYTES[dtype]))
     matrix = torch.full((rows, _MATVEC_COLUMNS), 0.5, dtype=getattr(torch, dtype))
     vector = matrix[:1].clone()
-    return matrix.nbytes / best_seconds(lambda: functional.linear(vector, matrix), repeats) / 1e9
+    return matrix.nbytes / min(best_seconds(partial(way, vector, matrix), repeats) for way in _ways(dtype)) / 1e9
 
 
 def _matmul_gflop_per_s(dtype: str, size: int, repeats: int) -> float:
-    left = torch.full((size, size), 0.5, dtype=getattr(torch, dtype))
-    right = left.clone()
-    return 2 * size**3 / best_seconds(lambda: torch.mm(left, right), repeats) / 1e9
+    best, ways = 0.0, [(kind, way) for kind in dict.fromkeys((dtype, "float32")) for way in _ways(kind)]
+    for side in (size // 4, size // 2, size):
+        rates = []
+        for kind, way in ways:
+            matrix = torch.full((side, side), 0.5, dtype=getattr(torch, kind))
+            rates.append(2 * side**3 / best_seconds(partial(way, matrix, matrix), repeats) / 1e9)
+        best = max(best, *rates)
+        # A way without the right instructions is slower a hundredfold, and would take minutes at the next size.
+        ways = [way for way, rate in zip(ways, rates, strict=True) if rate > max(rates) / 4]
+    return best
+
+
+def _ways(dtype: str) -> list[Callable[[torch.Tensor, torch.Tensor], object]]:
+    """How `tokens @ weights.T` can be computed for weights of this dtype."""
+    library = load_library()
+    if library is None or getattr(torch, dtype) not in ELEMENT_TYPES:
+        return [functional.linear]
+    return [
+        functional.linear,
+        lambda tokens, weights: cpu_operations.product(
+            library, tokens.float(), weights, num_threads=torch.get_num_threads()
+        ),
+    ]
