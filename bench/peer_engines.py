@@ -176,10 +176,9 @@ def _gguf_of(setting: Setting) -> Path:
 
 
 def _no_ends(setting: Setting) -> dict[str, Any]:
-    """llama.cpp's server knows no ignore_eos, so end tokens are made impossible."""
-    ends = json.loads((setting.folder / "config.json").read_text(encoding="utf-8")).get("eos_token_id")
-    ids = ends if isinstance(ends, list) else [ends]
-    return {"logit_bias": {str(number): -100 for number in ids if number is not None}}
+    """llama.cpp's server knows no ignore_eos, so what may end an answer, any special token, is made impossible."""
+    tokenizer = json.loads((setting.folder / "tokenizer.json").read_text(encoding="utf-8"))
+    return {"logit_bias": {str(token["id"]): -100 for token in tokenizer["added_tokens"] if token["special"]}}
 
 
 def _build_venv(setting: Setting, engine: str, build: Callable[[Path], None]) -> None:

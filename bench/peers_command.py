@@ -9,7 +9,7 @@ import platform
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -52,25 +52,58 @@ def run(settings: PeersSettings) -> int:
     ]
     for name in engines:
         ENGINES[name].install(setting)
-    estimate_s = rounds * sum(guess_s(ENGINES[name], row_names, settings.quick) for name, _ in seats)
-    _say(f"{rounds} rounds of {len(seats)} servers, about {estimate_s / 60:.0f} minutes if tokens cost what is usual.")
-    measured: dict[Seat, Values] = {seat: {} for seat in seats}
-    started_s = time.monotonic()
-    for number in range(rounds):
-        for index, seat in enumerate(seats):
-            measure_seat(setting, seat, row_names, measured[seat], settings, number)
-            done = number * len(seats) + index + 1
-            left_s = (time.monotonic() - started_s) / done * (rounds * len(seats) - done)
-            _say(f"about {left_s / 60:.0f} minutes left")
-    comparisons = list(compare(measured))
-    Console(width=None if sys.stdout.isatty() else 160).print(table_of(comparisons, rounds))
-    if settings.result_filename is not None:
-        content = _facts(settings, setting, rounds) | {
-            "measured": {f"{name} {layout.value}": values for (name, layout), values in measured.items()},
-            "comparisons": [asdict(one) for one in comparisons],
+    whole = Run(settings, setting, row_names, rounds, {seat: {} for seat in seats})
+    _say(f"{rounds} rounds of {len(seats)} servers, about {whole.left_s() / 60:.0f} minutes if tokens cost the usual.")
+    try:
+        for number in range(rounds):
+            for seat in seats:
+                measure_seat(whole, seat, number)
+                _say(f"about {whole.left_s() / 60:.0f} minutes left")
+    finally:  # also when it is interrupted
+        if any(whole.measured.values()):
+            Console(width=None if sys.stdout.isatty() else 160).print(table_of(list(compare(whole.measured)), rounds))
+    return 0 if all(any(any(values) for values in of_seat.values()) for of_seat in whole.measured.values()) else 1
+
+
+@dataclass(slots=True)
+class Run:
+    """What has been measured, and how long the rest may take.
+
+    Attributes:
+        settings: as asked.
+        setting: what all engines share.
+        row_names: which rows.
+        rounds: how often.
+        measured: so far.
+        guessed_done_s: how long what is done was guessed to take.
+    """
+
+    settings: PeersSettings
+    setting: Setting
+    row_names: Sequence[str]
+    rounds: int
+    measured: dict[Seat, Values]
+    started_s: float = field(default_factory=time.monotonic)
+    guessed_done_s: float = 0.0
+
+    def left_s(self) -> float:
+        """By guess, and then by how well the guess did so far."""
+        names, is_quick = self.row_names, self.settings.quick
+        whole_s = self.rounds * sum(guess_s(ENGINES[name], names, is_quick) for name, _ in self.measured)
+        pace = (time.monotonic() - self.started_s) / self.guessed_done_s if self.guessed_done_s else 1.0
+        return max(0.0, whole_s - self.guessed_done_s) * pace
+
+    def save(self) -> None:
+        """Write what there is, so that a run which is cut leaves it."""
+        if (file := self.settings.result_filename) is None:
+            return
+        content = _facts(self.settings, self.setting, self.rounds) | {
+            "measured": {f"{name} {layout.value}": values for (name, layout), values in self.measured.items()},
+            "comparisons": [asdict(one) for one in compare(self.measured)],
         }
-        settings.result_filename.write_text(json.dumps(content, indent=1), encoding="utf-8")
-    return 0 if all(any(any(values) for values in of_seat.values()) for of_seat in measured.values()) else 1
+        partial = file.with_name(f"{file.name}.partial")
+        partial.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        partial.replace(file)
 
 
 def make_setting(settings: PeersSettings) -> Setting:
@@ -101,52 +134,51 @@ def guess_s(engine: Engine, row_names: Sequence[str], is_quick: bool) -> float:
     return engine.start_s + WARM_UP_GUESS_S + sum(ROWS[name].guess_s(is_quick) for name in row_names)
 
 
-def measure_seat(
-    setting: Setting, seat: Seat, row_names: Sequence[str], values: Values, settings: PeersSettings, number: int
-) -> None:
+def measure_seat(run: Run, seat: Seat, number: int) -> None:
     """Start one server, let it do every row once, and end it. A row that fails is None, and said."""
     name, layout = seat
-    engine = ENGINES[name]
+    engine, values = ENGINES[name], run.measured[seat]
     text = f"round {number + 1}, {name} {layout.value}"
-    for row_name in row_names:
+    for row_name in run.row_names:
         values.setdefault(row_name, []).append(None)
+    guessed_before_s = run.guessed_done_s
     try:
-        with started_server(engine.command(setting, layout)) as server:
+        with started_server(engine.command(run.setting, layout)) as server:
             _say(f"{text}: ready after {server.ready_s:.0f} s, load {os.getloadavg()[0]:.1f}")
-            target = Target(f"{server.url}/completions", server.model, body={"temperature": 0, **engine.body(setting)})
-            asyncio.run(_measure_rows(setting, engine, target, row_names, values, settings, number))
+            body = {"temperature": 0, **engine.body(run.setting)}
+            asyncio.run(
+                _measure_rows(run, engine, Target(f"{server.url}/completions", server.model, body=body), values, number)
+            )
     except (ChildProcessError, ConnectionError, TimeoutError, httpx.HTTPError) as error:
         _say(f"{text}: {type(error).__name__}: {error}")
+    run.guessed_done_s = guessed_before_s + guess_s(engine, run.row_names, run.settings.quick)
+    run.save()
 
 
-async def _measure_rows(
-    setting: Setting,
-    engine: Engine,
-    target: Target,
-    row_names: Sequence[str],
-    values: Values,
-    settings: PeersSettings,
-    number: int,
-) -> None:
+async def _measure_rows(run: Run, engine: Engine, target: Target, values: Values, number: int) -> None:
     """All engines get the same prompts in one round, and others in the next, so that no cache helps."""
-    vocabulary = Vocabulary.of_tokenizer(str(setting.folder))
+    vocabulary, is_quick = Vocabulary.of_tokenizer(str(run.setting.folder)), run.settings.quick
 
     def maker(part: int) -> PromptMaker:
-        return PromptMaker(vocabulary, np.random.default_rng([settings.seed, number, part]), as_text=engine.takes_text)
+        draw = np.random.default_rng([run.settings.seed, number, part])
+        return PromptMaker(vocabulary, draw, as_text=engine.takes_text)
 
     async with StreamClient(target) as client:
         warm_up = maker(0)
         for count, input_len, output_len in WARM_UP:
             work = random_work(warm_up, count, RandomLengths(input_len, output_len))
             await run_load(client, work, [0.0] * count)
-        for row_name in row_names:
+        run.guessed_done_s += guess_s(engine, (), is_quick)
+        for row_name in run.row_names:
             try:
-                figures = await ROWS[row_name].measure(client, maker(1 + list(ROWS).index(row_name)), settings.quick)
+                figures = await ROWS[row_name].measure(client, maker(1 + list(ROWS).index(row_name)), is_quick)
             except RowFailed as error:
                 _say(f"{row_name} failed: {error}")
             else:
                 values[row_name][number] = figures
                 _say(f"{row_name}: " + ", ".join(f"{key} {value:.4g}" for key, value in figures.items()))
+            run.guessed_done_s += ROWS[row_name].guess_s(is_quick)
+            run.save()
 
 
 def _facts(settings: PeersSettings, setting: Setting, rounds: int) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import pytest
 
 from bench import peers_command
 from bench.peer_engines import ENGINES, OURS, Engine, Layout, Setting
+from bench.peer_table import Seat
 from engine.errors import ConfigError
 from pdserve import cli
 from tests.tiny_model import write_tokenizer
@@ -118,13 +119,37 @@ def test_a_given_environment_is_never_changed(tmp_path: Path) -> None:
 
 
 def test_llama_cpp_needs_a_gguf_file_and_is_kept_from_ending(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"eos_token_id": [2, 0]}')
+    write_tokenizer(tmp_path, 320)  # with three special tokens, each of which would end an answer
     setting = make_setting(tmp_path)
-    assert ENGINES["llama.cpp"].body(setting) == {"logit_bias": {"2": -100, "0": -100}}
+    assert ENGINES["llama.cpp"].body(setting) == {"logit_bias": {"0": -100, "1": -100, "2": -100}}
     assert f"{tmp_path}/work/m-bfloat16.gguf --n_ctx" in ENGINES["llama.cpp"].command(setting, Layout.TWO)
     without = Setting(tmp_path, "bfloat16", tmp_path, {}, print)
     with pytest.raises(ConfigError, match="--gguf"):
         ENGINES["llama.cpp"].install(without)
+
+
+def test_what_was_measured_before_an_interruption_is_printed_and_kept(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "r.json"
+
+    def measure(whole: peers_command.Run, seat: Seat, number: int) -> None:
+        if seat[0] != OURS:
+            # What is there now would be there after a kill, too.
+            assert json.loads(file.read_text())["measured"][f"{OURS} 1"]["single"][0]["ttft_ms"] == 7.0
+            raise KeyboardInterrupt
+        whole.measured[seat]["single"] = [{"decode_tok_s": 123.0, "ttft_ms": 7.0}]
+        whole.guessed_done_s += 10.0
+        assert whole.left_s() > 0
+        whole.save()
+
+    monkeypatch.setattr(peers_command, "measure_seat", measure)
+    monkeypatch.setattr(peers_command, "make_setting", lambda settings: make_setting(tmp_path))
+    arguments = ("--peers", "vllm", "--rows", "single", "--threads", "1", "--result-filename", file)
+    code, out, _ = run(capsys, *arguments)
+    assert code != 0
+    assert "123" in out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["r.json"]
 
 
 def test_the_estimate_grows_with_the_rows() -> None:

@@ -27,7 +27,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> CpuLibrary:
     emulated = ["-DPDSERVE_TILES", "-DPDSERVE_EMULATED_TILES", "-DPDSERVE_LANES=16"]
     flags = [flag for flag in COMPILER_FLAGS if flag != "-O3"]
     header = Path(__file__).parent / "tile_emulation.h"
-    command = ["c++", *flags, "-O1", *emulated, "-include", str(header), "-fPIC", "-shared", "-o", str(file)]
+    command = ["c++", *flags, "-O0", *emulated, "-include", str(header), "-fPIC", "-shared", "-o", str(file)]
     subprocess.run([*command, str(SOURCES / "library.cpp")], check=True, timeout=110)
     return CpuLibrary("emulated", file)
 
