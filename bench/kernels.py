@@ -32,7 +32,7 @@ from engine.model_runner import ModelRunner
 from engine.paged_cache import PagedCache
 from engine.sampling import SampleRow, sample
 from engine.sampling_params import SamplingParams
-from kernels import cpu_operations, ops
+from kernels import cpu_operations, ops, torch_attention
 from kernels.cpu_library import load_library
 
 _LOGITS_SPREAD = 4.0
@@ -251,11 +251,15 @@ class KernelBench:
         queries = self._random(shape.heads, batch.num_tokens, shape.head_dim)
         states = self._random(shape.kv_heads, batch.num_tokens, shape.head_dim)
         scale = shape.head_dim**-0.5
+        scoring = torch_attention.Scoring(scale, None, None)
         new, context = slices[0]
         text = f"{len(slices)} at {context}" if new == 1 else f"{new} of {context}"
         cost = costs.attention(shape, slices, self._dtype)
         seconds = self._seconds(
-            lambda layer: ops.paged_attention(plan, layer, queries, states, states, scale=scale), shape.num_layers
+            lambda layer: torch_attention.paged_attention(
+                plan, layer, queries, states, states, window=None, scoring=scoring
+            ),
+            shape.num_layers,
         )
         yield _report("torch", name, text, seconds, cost)
         if (library := self._library) is not None:

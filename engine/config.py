@@ -23,7 +23,7 @@ class EngineConfig:
 
     Attributes:
         model: Hugging Face id, local folder or GGUF file.
-        dtype: of weights and KV; `auto` is the checkpoint's, or float32 on a CPU without bf16 instructions.
+        dtype: of weights and KV; `auto` is the checkpoint's, or float32 where this CPU is slow in it.
         device: torch device.
         max_model_len: longest prompt plus output in tokens; None is what model and pool allow.
         block_size: tokens of one KV block.

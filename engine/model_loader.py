@@ -27,7 +27,6 @@ from engine.fingerprint import Fingerprint
 from engine.forward_batch import ForwardBatch, SequenceSlice, build_batch
 from engine.ids import BlockId
 from engine.kv_layout import DTYPE_BYTES, KvLayout
-from engine.lean_forward import FAMILIES
 from engine.model_store import ModelFiles, check_folder
 from engine.paged_cache import PagedCache, UnsupportedModel, paged_attention
 from engine.safetensors_file import (
@@ -188,9 +187,7 @@ def resolve_dtype(folder: Path, dtype: str, device: str) -> str:
     stored = TORCH_NAME_OF_DTYPE.get(max(weights, key=lambda name: weights[name], default=""), "float32")
     if torch.device(device).type != "cpu" or stored == "float32" or _NATIVE_CPU_FLAGS[stored] & cpu_flags():
         return stored
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    has_kernels = not FAMILIES.keys().isdisjoint(config.get("architectures") or ()) and load_library() is not None
-    return stored if stored == "bfloat16" and has_kernels else "float32"
+    return stored if stored == "bfloat16" and load_library() is not None else "float32"
 
 
 def _read_config(folder: Path) -> PretrainedConfig:

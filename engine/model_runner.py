@@ -11,6 +11,7 @@ from typing import Protocol
 import torch
 
 from engine.available_memory import available_bytes
+from engine.compiled_weights import compile_weights
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.fingerprint import Fingerprint
@@ -21,6 +22,7 @@ from engine.lean_forward import LeanForward, lean_forward_of
 from engine.model_loader import load_model
 from engine.model_store import ModelFiles
 from engine.paged_cache import ATTENTION_NAME, PagedCache, UnsupportedModel
+from kernels.cpu_library import load_library
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +76,8 @@ class ModelRunner:
             private memory.
 
     Attributes:
-        forward: `lean` where the compiled kernels compute, `generic` where transformers does.
+        forward: `lean` where one call of the compiled kernels computes a batch; else transformers' own forward does,
+            and its products are `compiled`, or `torch`'s.
 
     Raises:
         ConfigError: the model, its lengths or its pool cannot work here.
@@ -104,8 +107,9 @@ class ModelRunner:
         num_bytes = self.num_blocks * self.layout.block_bytes
         self._memory = (allocate_pool or _private_memory)(num_bytes)
         self.pool = pool_tensor(self._memory, self.layout, self.num_blocks)
-        self._lean = self._lean_forward(self._smoke_test())
-        self.forward = "generic" if self._lean is None else "lean"
+        logits = self._smoke_test()
+        self._lean = self._lean_forward(logits)
+        self.forward = "lean" if self._lean is not None else "compiled" if self._compile_weights(logits) else "torch"
         logger.info(
             "model_ready model=%s forward=%s dtype=%s num_blocks=%d block_bytes=%d pool_bytes=%d max_model_len=%d "
             "vocab_size=%d",
@@ -194,14 +198,40 @@ class ModelRunner:
         if not torch.equal(logits, self._smoke_logits(lean.run, whole=True)):  # NaN is not equal either
             logger.warning("lean_forward_not_used reason=decoding_differs_from_prefill")
             return None
+        if not self._agree(logits, generic):
+            logger.warning("lean_forward_not_used reason=logits_differ")
+            return None
+        return lean
+
+    def _compile_weights(self, generic: torch.Tensor) -> bool:
+        """Put the compiled products under the model, if it then gives the logits that `generic` gave."""
+        library = load_library()
+        if library is None:
+            return False
+        try:
+            take_back = compile_weights(self._model, library, num_threads=torch.get_num_threads())
+        except ValueError as error:
+            logger.info("compiled_products_not_used reason=%s", error)
+            return False
+        try:
+            agree = self._agree(self._smoke_logits(self._run_generic), generic)
+            reason = "logits_differ"
+        except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+            # The model does something to its weights that they cannot take.
+            agree, reason = False, " ".join(str(error).split())[:200]
+        if not agree:
+            logger.warning("compiled_products_not_used reason=%s", reason)
+            take_back()
+        return agree
+
+    def _agree(self, logits: torch.Tensor, generic: torch.Tensor) -> bool:
+        """Whether two forward passes computed the same, as near as their dtype lets them."""
         # A constant on all logits of a row means nothing.
         ours, theirs = (rows - rows.mean(-1, keepdim=True) for rows in (logits, generic))
         difference = float(((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)).nanmedian())
         bound = _SMOKE_BOUND[self.layout.dtype]
-        if not difference <= bound:
-            logger.warning("lean_forward_not_used reason=logits_differ difference=%g bound=%g", difference, bound)
-            return None
-        return lean
+        logger.debug("smoke_test difference=%g bound=%g", difference, bound)
+        return difference <= bound  # NaN is not
 
 
 def num_blocks_of(config: EngineConfig, layout: KvLayout) -> int:

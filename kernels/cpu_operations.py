@@ -30,6 +30,15 @@ class _ProductCall(ctypes.Structure):
     )
 
 
+_MOST_HEAD_DIM = 512
+"""kMostHeadDim of kernels/cpu/interface.h."""
+
+
+def can_attend(pool: torch.Tensor) -> bool:
+    """Whether `paged_attention` takes a pool of this kind."""
+    return pool.dtype in ELEMENT_TYPES and pool.shape[5] <= _MOST_HEAD_DIM
+
+
 def paged_attention(
     library: CpuLibrary,
     pool: torch.Tensor,

@@ -1,7 +1,7 @@
-"""What any model computes with in torch: KV writes, paged attention, counter-based noise.
+"""What any model computes with: KV writes, paged attention, counter-based noise.
 
-Whole batches compiled for a CPU are `cpu_decoder.py`, a GPU's kernels `triton_*.py`. `reference.py` says
-what the results of all of them must be.
+Attention on a CPU is the compiled kernels' where they are, else torch's. Whole batches compiled for a CPU are
+`cpu_decoder.py`, a GPU's kernels `triton_*.py`. `reference.py` says what the results of all of them must be.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import math
 
 import torch
 
-from kernels import torch_attention
+from kernels import cpu_operations, torch_attention
+from kernels.cpu_library import load_library
 from kernels.paged_plan import PagedPlan as PagedPlan
 from kernels.reference import noise_key
 
@@ -21,8 +22,8 @@ def write_kv(plan: PagedPlan, layer: int, key: torch.Tensor, value: torch.Tensor
     """Put the new tokens' K and V, `[kv_heads, T, head_dim]` each, into their slots of one layer."""
     head_dim = plan.pool.shape[5]
     rows = plan.layer_rows(layer, head_dim)
-    rows.index_copy_(0, plan.key_rows, key.reshape(-1, head_dim))
-    rows.index_copy_(0, plan.value_rows, value.reshape(-1, head_dim))
+    rows.index_copy_(0, plan.key_rows, key.reshape(-1, head_dim).to(rows.dtype))
+    rows.index_copy_(0, plan.value_rows, value.reshape(-1, head_dim).to(rows.dtype))
 
 
 def paged_attention(
@@ -58,8 +59,25 @@ def paged_attention(
     Returns:
         [T, heads, head_dim]
     """
+    library = load_library() if plan.pool.device.type == "cpu" else None
+    if library is not None and cpu_operations.can_attend(plan.pool):
+        return cpu_operations.paged_attention(
+            library,
+            plan.pool,
+            layer,
+            query.transpose(0, 1),
+            query_starts=plan.query_starts_tensor,
+            context_lens=plan.context_lens_tensor,
+            block_tables=plan.block_tables,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            num_threads=torch.get_num_threads(),
+        )
     scoring = torch_attention.Scoring(scale, soft_cap, sinks)
-    return torch_attention.paged_attention(plan, layer, query, key, value, window=window, scoring=scoring)
+    narrow = (tensor.to(plan.pool.dtype) for tensor in (query, key, value))
+    return torch_attention.paged_attention(plan, layer, *narrow, window=window, scoring=scoring).to(query.dtype)
 
 
 # ------------------------------------------------------------------------------------------------ counter-based noise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 
@@ -55,6 +56,16 @@ class PagedPlan:
         self.key_rows = (runs * block_size + slots % block_size).flatten()
         self.value_rows = ((runs + kv_heads) * block_size + slots % block_size).flatten()
         self._keys_and_values = torch.arange(2 * kv_heads, device=pool.device)[:, None]
+
+    @cached_property
+    def query_starts_tensor(self) -> torch.Tensor:
+        """`query_starts` as [S + 1] int64, where the pool is."""
+        return torch.tensor(self.query_starts, dtype=torch.int64, device=self.pool.device)
+
+    @cached_property
+    def context_lens_tensor(self) -> torch.Tensor:
+        """`context_lens` as [S] int64, where the pool is."""
+        return torch.tensor(self.context_lens, dtype=torch.int64, device=self.pool.device)
 
     def layer_rows(self, layer: int, elements: int) -> torch.Tensor:
         """The pool from the start of `layer` in block 0, as rows of `elements`: indices are the same for each layer."""

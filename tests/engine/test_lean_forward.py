@@ -170,7 +170,7 @@ def test_without_the_library_the_generic_path_runs(
 ) -> None:
     monkeypatch.setattr("engine.lean_forward.load_library", lambda: None)
     runner = make_runner(folder_of("llama"))
-    assert runner.forward == "generic"
+    assert runner.forward == "compiled"
     batch = batch_of(SequenceSlice(tokens(20, 1), 0, blocks(0, 2), "all"))
     torch.testing.assert_close(runner.run(batch), load("llama", "float32").run(batch), atol=2e-4, rtol=1e-4)
 
@@ -186,7 +186,7 @@ def test_a_lean_forward_that_computes_something_else_is_not_used(
         return lean
 
     monkeypatch.setattr("engine.model_runner.lean_forward_of", wrong)
-    assert make_runner(folder_of("llama")).forward == "generic"
+    assert make_runner(folder_of("llama")).forward == "compiled"
     assert "logits_differ" in caplog.text
 
 

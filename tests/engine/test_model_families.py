@@ -38,7 +38,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("codegen", {"rotary_dim": 8}),
     ("cohere", {"logit_scale": 0.3, "use_qk_norm": True}),
     ("cohere2", ONE_SLIDES),
-    ("ernie4_5", {"head_dim": 20}),
+    ("ernie4_5", {"head_dim": 16}),
     ("exaone4", ONE_SLIDES),
     ("gemma", {"head_dim": 20, "num_key_value_heads": 1}),
     ("gemma2", {**ONE_SLIDES, **CAPPED}),

@@ -328,7 +328,7 @@ def test_digest_follows_weights_and_configuration_not_places(tmp_path: Path) -> 
     [
         ("llama", torch.bfloat16, set(), False, "float32"),
         ("llama", torch.bfloat16, set(), True, "bfloat16"),
-        ("gpt2", torch.bfloat16, set(), True, "float32"),
+        ("gpt2", torch.bfloat16, set(), True, "bfloat16"),
         ("llama", torch.bfloat16, {"avx512_bf16"}, False, "bfloat16"),
         ("llama", torch.bfloat16, {"amx_bf16"}, False, "bfloat16"),
         ("llama", torch.float16, {"avx512_bf16"}, True, "float32"),

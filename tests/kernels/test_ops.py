@@ -16,6 +16,17 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
+@pytest.fixture(params=["torch", "best"])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What computes: torch, or the compiled kernels where they are."""
+    if request.param == "torch":
+        monkeypatch.setattr(ops, "load_library", lambda: None)
+    return str(request.param)
+
+
+either = pytest.mark.usefixtures("implementation")
+
+
 class Case:
     """A pool with random content and a ragged batch over scattered blocks; slots nobody owns hold NaN."""
 
@@ -88,6 +99,7 @@ class Case:
 MIXED = [(1, 1), (1, 9), (5, 5), (3, 8), (1, 4), (4, 4), (2, 13)]
 
 
+@either
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim"), [(9, 3, 64), (4, 4, 8), (5, 1, 7), (6, 2, 20), (7, 7, 33), (1, 1, 1)]
 )
@@ -97,6 +109,7 @@ def test_attention_of_mixed_batches(heads: int, kv_heads: int, head_dim: int, la
     torch.testing.assert_close(case.run(layer), case.expected(layer), atol=2e-5, rtol=2e-5)
 
 
+@either
 @pytest.mark.parametrize("query_len", [1, 127, 128, 129, 300])
 @pytest.mark.parametrize("history", [0, 1, 150])
 def test_attention_of_long_chunks(query_len: int, history: int) -> None:
@@ -113,6 +126,7 @@ SCORINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@either
 @pytest.mark.parametrize("scoring", list(SCORINGS))
 @pytest.mark.parametrize("window", [None, 1, 7, 8, 9, 100])
 def test_windows_soft_caps_and_sinks(window: int | None, scoring: str) -> None:
@@ -125,6 +139,7 @@ def test_windows_soft_caps_and_sinks(window: int | None, scoring: str) -> None:
         assert (case.expected(**{**options, name: None}) - expected).abs().max() > 1e-2
 
 
+@either
 @pytest.mark.parametrize("scoring", list(SCORINGS))
 @pytest.mark.parametrize("window", [5, 127, 128, 129, 130])
 def test_windows_across_tiles(window: int, scoring: str) -> None:
@@ -133,6 +148,7 @@ def test_windows_across_tiles(window: int, scoring: str) -> None:
     torch.testing.assert_close(case.run(**options), case.expected(**options), atol=2e-5, rtol=2e-5)
 
 
+@either
 @pytest.mark.parametrize("scoring", list(SCORINGS))
 def test_layers_of_one_batch_may_differ_in_their_windows(scoring: str) -> None:
     case = Case(MIXED)
@@ -146,6 +162,7 @@ def test_layers_of_one_batch_may_differ_in_their_windows(scoring: str) -> None:
         torch.testing.assert_close(result, expected, atol=2e-5, rtol=2e-5)
 
 
+@either
 def test_soft_caps_and_sinks_of_huge_scores_stay_finite() -> None:
     case = Case(MIXED)
     case.query *= 1e4
@@ -154,6 +171,7 @@ def test_soft_caps_and_sinks_of_huge_scores_stay_finite() -> None:
     torch.testing.assert_close(case.run(sinks=SINKS), case.expected(sinks=SINKS), atol=2e-3, rtol=2e-3)
 
 
+@either
 @pytest.mark.parametrize("scoring", list(SCORINGS))
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype: torch.dtype, scoring: str) -> None:
@@ -162,6 +180,7 @@ def test_half_precision(dtype: torch.dtype, scoring: str) -> None:
     torch.testing.assert_close(case.run(**options).float(), case.expected(**options).float(), atol=2e-2, rtol=2e-2)
 
 
+@either
 @pytest.mark.parametrize("scoring", list(SCORINGS))
 @pytest.mark.parametrize("window", [None, 16, 50])
 def test_a_sequence_gets_the_same_bits_alone_and_in_a_batch(window: int | None, scoring: str) -> None:
@@ -194,6 +213,18 @@ def test_write_touches_its_slots_and_nothing_else(layer: int) -> None:
     assert torch.equal(case.pool.nan_to_num(123.0), expected.nan_to_num(123.0))
 
 
+@either
+def test_a_pool_may_be_narrower_than_what_is_computed_with() -> None:
+    case = Case(MIXED, dtype=torch.bfloat16)
+    wide = [tensor.float() for tensor in (case.query, case.key, case.value)]
+    plan = case.plan(case.pool)
+    ops.write_kv(plan, 1, *wide[1:])
+    attended = ops.paged_attention(plan, 1, *wide, scale=0.3)
+    assert attended.dtype == torch.float32
+    torch.testing.assert_close(attended, case.expected().float(), atol=2e-2, rtol=2e-2)
+
+
+@either
 def test_offsets_beyond_32_bits() -> None:
     """A pool of more than 2^31 elements, of which only the touched pages exist."""
     num_blocks, high = 40_000, 39_999
