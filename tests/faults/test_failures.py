@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -98,6 +99,28 @@ def test_a_dead_decode_node_with_several_sequences(cluster: ClusterProcesses) ->
     cluster[decode_node_of(cluster)].kill()
     stream.join()
     assert stream.token_ids == expected
+
+
+def test_a_dead_decode_node_costs_a_beam_search_only_time(cluster: ClusterProcesses) -> None:
+    def search() -> dict[int, list[int]]:
+        answer = cluster.complete(
+            prompt_of(38, seed=12), ignore_eos=True, n=3, use_beam_search=True, max_tokens=LONG, return_token_ids=True
+        )
+        return {choice["index"]: choice["token_ids"] for choice in answer["choices"]}
+
+    expected = search()
+    with ThreadPoolExecutor(1) as thread:
+        again = thread.submit(search)
+
+        def busy() -> list[str]:
+            assert not again.done(), again.result()
+            names = ("decode-0", "decode-1")
+            return [name for name in names if cluster.node(name)["running_sequences"] == 3]
+
+        wait_until(lambda: bool(busy()), 10.0, "three beams run")
+        cluster[busy()[0]].kill()
+        # It has begun anew elsewhere: nothing of a search is told before its end.
+        assert again.result(60.0) == expected
 
 
 def test_a_stopped_decode_node_loses_its_requests_to_another(cluster: ClusterProcesses) -> None:
