@@ -102,23 +102,22 @@ def test_a_dead_decode_node_with_several_sequences(cluster: ClusterProcesses) ->
 
 
 def test_a_dead_decode_node_costs_a_beam_search_only_time(cluster: ClusterProcesses) -> None:
-    def search() -> dict[int, list[int]]:
-        answer = cluster.complete(
-            prompt_of(38, seed=12), ignore_eos=True, n=3, use_beam_search=True, max_tokens=LONG, return_token_ids=True
-        )
-        return {choice["index"]: choice["token_ids"] for choice in answer["choices"]}
+    def search() -> list[list[int]]:
+        fields = {"n": 3, "use_beam_search": True, "max_tokens": 100, "ignore_eos": True}
+        return [choice["token_ids"] for choice in cluster.complete(prompt_of(38, seed=12), **fields)["choices"]]
 
     expected = search()
     with ThreadPoolExecutor(1) as thread:
         again = thread.submit(search)
+        busy: list[str] = []
 
-        def busy() -> list[str]:
+        def is_searching() -> bool:
             assert not again.done(), again.result()
-            names = ("decode-0", "decode-1")
-            return [name for name in names if cluster.node(name)["running_sequences"] == 3]
+            busy[:] = [name for name in ("decode-0", "decode-1") if cluster.node(name)["running_sequences"] == 3]
+            return bool(busy)
 
-        wait_until(lambda: bool(busy()), 10.0, "three beams run")
-        cluster[busy()[0]].kill()
+        wait_until(is_searching, 10.0, "three beams run")
+        cluster[busy[0]].kill()
         # It has begun anew elsewhere: nothing of a search is told before its end.
         assert again.result(60.0) == expected
 
