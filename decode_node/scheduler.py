@@ -5,6 +5,7 @@ Queues, in order of place in line, and what moves an entry on:
     waiting    sequences to compute here (preempted, or prefilled locally) and hand-offs that ask for blocks; the head
                moves when a place is left and what it will need fits beside what the running ones will need (growth.py).
                Nothing overtakes it, and nothing in it holds a block, so that two entries can never wait for each other
+               (but for those still to be saved, which every step goes on with)
     reserved   hand-offs whose blocks are promised to a prefill node; `join` or `give_up` ends that
     running    each step computes one token of those that are up to date, and chunks of the others: with what is left of
                the budget, and not so much that the first ones wait too long. When blocks run out the last in line goes
