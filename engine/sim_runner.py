@@ -20,7 +20,7 @@ from engine.fingerprint import Fingerprint
 from engine.forward_batch import ForwardBatch
 from engine.ids import BlockId
 from engine.kv_layout import KvLayout
-from kernels import ops
+from kernels import torch_sampling
 
 _Words = npt.NDArray[np.uint64]
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -145,7 +145,7 @@ class SimRunner:
     def _logits(self, state: int) -> torch.Tensor:
         """Scores [vocab_size] between 0 and 8 that look random and follow from `state`."""
         ids = torch.arange(self.vocab_size, dtype=torch.int32)
-        return ops.noise_bits((state >> 32, state & 0xFFFFFFFF), ids).to(torch.float32) * 2.0**-28
+        return torch_sampling.noise_bits((state >> 32, state & 0xFFFFFFFF), ids).to(torch.float32) * 2.0**-28
 
 
 def _mix(value: _Words) -> _Words:

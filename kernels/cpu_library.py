@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 SETTING = "PDSERVE_CPU_KERNELS"
 """Environment variable: `auto`, `off`, or the name of a variant."""
 
-INTERFACE_VERSION = 1
+INTERFACE_VERSION = 2
 """Must equal kInterfaceVersion of kernels/cpu/interface.h."""
 
 STATUS: dict[int, tuple[type[Exception], str]] = {
@@ -54,6 +54,8 @@ class CpuLibrary:
     decoder_forward: Callable[..., int]
     attention: Callable[..., int]
     product: Callable[..., int]
+    choose_tokens: Callable[..., int]
+    rank_tokens: Callable[..., int]
 
     def __init__(self, name: str, path: Path) -> None:
         self.name = name
@@ -71,6 +73,8 @@ class CpuLibrary:
             ("decoder_forward", number, pointer, pointer),
             ("attention", number, pointer, number),
             ("product", number, pointer, number),
+            ("choose_tokens", number, pointer, number, number, number),
+            ("rank_tokens", number, pointer, number, number, number),
         ):
             function = getattr(library, f"pdserve_{name}")
             function.restype, function.argtypes = result, arguments

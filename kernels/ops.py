@@ -1,19 +1,20 @@
-"""What any model computes with: KV writes, paged attention, counter-based noise.
+"""What any model computes with: KV writes, paged attention, the choice of tokens, each by what is quickest here.
 
-Attention on a CPU is the compiled kernels' where they are, else torch's. Whole batches compiled for a CPU are
+On a CPU that is the compiled kernels where they are, else torch. Whole batches compiled for a CPU are
 `cpu_decoder.py`, a GPU's kernels `triton_*.py`. `reference.py` says what the results of all of them must be.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 
 import torch
 
-from kernels import cpu_operations, torch_attention
+from kernels import cpu_operations, cpu_sampling, torch_attention, torch_sampling
 from kernels.cpu_library import load_library
 from kernels.paged_plan import PagedPlan as PagedPlan
-from kernels.reference import noise_key
+from kernels.token_choice import RankedTokens as RankedTokens
+from kernels.token_choice import TokenChoice as TokenChoice
 
 # ----------------------------------------------------------------------------------------------------------- paged KV
 
@@ -80,81 +81,38 @@ def paged_attention(
     return torch_attention.paged_attention(plan, layer, *narrow, window=window, scoring=scoring).to(query.dtype)
 
 
-# ------------------------------------------------------------------------------------------------ counter-based noise
-
-_LN_2 = 0.6931471805599453
-_SQRT_HALF = 0.7071067811865476
-_ARTANH_COEFFICIENTS = tuple(1.0 / divisor for divisor in range(25, 0, -2))
-_WINNERS_MARGIN = 1.0
-"""How far below the best approximate score the true winner can lie. Float32 is off by less than 0.4 at the worst place
-of the noise (uniforms next to 1) and by less than 0.01 elsewhere."""
+# ----------------------------------------------------------------------------------------------------------- sampling
 
 
-def noise_bits(key: tuple[int, int], token_ids: torch.Tensor) -> torch.Tensor:
-    """31 random bits for each token id, int32 in and out: the mixer of `reference.noise_bits`."""
-    mixed = _lowbias32(token_ids ^ _signed(key[0]))
-    return _lowbias32(mixed + _signed(key[1])) & 0x7FFFFFFF
+def choose_tokens(rows: Sequence[torch.Tensor], choices: Sequence[TokenChoice]) -> list[int]:
+    """One token for each row of logits [vocab] float32; -1 for a row with NaN, +inf, or nothing but -inf.
 
-
-def _lowbias32(value: torch.Tensor) -> torch.Tensor:
-    # int32 products wrap; shifts are arithmetic, so their copies of the sign are masked off.
-    value = value ^ ((value >> 16) & 0xFFFF)
-    value = value * 0x7FEB352D
-    value = value ^ ((value >> 15) & 0x1FFFF)
-    value = value * _signed(0x846CA68B)
-    return value ^ ((value >> 16) & 0xFFFF)
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 32) if word >= 1 << 31 else word
-
-
-def gumbel(bits: int) -> float:
-    """Standard Gumbel noise of 31 random bits, on the host.
-
-    Built from IEEE additions, products and quotients only, so that every machine computes the same bits; the logarithms
-    of libraries and devices differ in their last place.
+    The same tokens whatever computes them: the compiled kernels; Triton's, with one wait for the device, or a few where
+    top_p is wanted; or torch.
     """
-    # With 31 bits, 1 - uniform is exact.
-    return -_natural_log(-_natural_log(1.0 - (bits + 0.5) * 2.0**-31))
+    if not rows:
+        return []
+    if rows[0].device.type == "cuda":
+        from kernels import triton_sampling  # Triton is there only where a GPU is.
+
+        with torch.cuda.device(rows[0].device):  # Which device is current is a matter of each thread.
+            return torch_sampling.choose(torch.stack(list(rows)), choices, triton_sampling.draw)
+    library = load_library()
+    if library is not None:
+        return cpu_sampling.choose(library, rows, choices, num_threads=torch.get_num_threads())
+    # Row by row: what is computed on the way then stays in the cache.
+    return [
+        torch_sampling.choose(row[None], [choice], torch_sampling.draw_on_host)[0]
+        for row, choice in zip(rows, choices, strict=True)
+    ]
 
 
-def _natural_log(value: float) -> float:
-    """ln of a positive number: 2 artanh((m - 1) / (m + 1)) + e ln 2, with m in [sqrt(1/2), sqrt(2))."""
-    mantissa, exponent = math.frexp(value)
-    if mantissa < _SQRT_HALF:
-        mantissa, exponent = mantissa * 2.0, exponent - 1
-    ratio = (mantissa - 1.0) / (mantissa + 1.0)
-    square = ratio * ratio
-    series = 0.0
-    for coefficient in _ARTANH_COEFFICIENTS:
-        series = series * square + coefficient
-    return exponent * _LN_2 + (ratio * 2.0) * series
+def rank_tokens(rows: Sequence[torch.Tensor], tokens: Sequence[int], top: Sequence[int]) -> list[RankedTokens | None]:
+    """About one token of each row of logits [vocab] float32, and about the `top` most likely of each.
 
-
-def sample_gumbel(
-    scores: torch.Tensor, token_ids: torch.Tensor | None, *, seed: int, sequence_index: int, position: int
-) -> int:
-    """The token with the largest score plus noise: one draw from softmax(scores).
-
-    Args:
-        scores: [candidates] float32, at least one finite; -inf is never drawn.
-        token_ids: [candidates] int64 the noise belongs to; None is 0, 1, 2...
-        seed: with the two below it decides all noise.
-        sequence_index: which sequence of the request.
-        position: tokens before the drawn one.
+    None for a row with NaN, +inf, or nothing but -inf.
     """
-    key = noise_key(seed, sequence_index, position)
-    if token_ids is None:
-        ids = torch.arange(scores.shape[0], dtype=torch.int32, device=scores.device)
-    else:
-        ids = token_ids.to(torch.int32)
-    bits = noise_bits(key, ids)
-    # A first pass in float32 leaves the few that can win; only these, about three, get exact noise.
-    uniform = (bits.to(torch.float32) + 0.5).mul_(2.0**-31).clamp_(max=1.0 - 2.0**-24)
-    rough = scores - uniform.neg_().log1p_().neg_().log_()
-    near = (rough >= rough.max() - _WINNERS_MARGIN).nonzero().flatten()
-    # Waits for the device: the drawn token is needed on the host anyway. Of equal sums the lowest id wins.
-    finalists = zip(scores[near].tolist(), bits[near].tolist(), ids[near].tolist(), strict=True)
-    _, negative_id = max((score + gumbel(noise), -int(token_id)) for score, noise, token_id in finalists)
-    return -negative_id
+    library = load_library() if rows and rows[0].device.type == "cpu" else None
+    if library is not None:
+        return cpu_sampling.rank(library, rows, tokens, top, num_threads=torch.get_num_threads())
+    return [torch_sampling.rank(row, token, count) for row, token, count in zip(rows, tokens, top, strict=True)]

@@ -1,8 +1,9 @@
 """Draws tokens on a GPU, in Triton: the largest score plus counter-based noise of every row, to the very bit.
 
 Shapes: scores `[R, vocab]` float32, rows contiguous; keys `[R, 2]` int64, each the two 32-bit words of `noise_key`.
-Tokens are those of `ops.sample_gumbel`: the noise that decides is computed in float64 from IEEE additions, products and
-quotients only, in the same order as on the host and never fused. As there, float32 finds the few that can win.
+Tokens are those of `torch_sampling.sample_gumbel`: the noise that decides is computed in float64 from IEEE additions,
+products and quotients only, in the same order as on the host and never fused. As there, float32 finds the few that can
+win.
 """
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
 # mypy: disallow-untyped-decorators=False
@@ -16,6 +17,7 @@ import triton
 import triton.language as tl
 
 from kernels.reference import noise_key
+from kernels.token_choice import TokenChoice
 
 _CHUNK = 1024
 """Scores that one program looks at."""
@@ -55,7 +57,7 @@ def _rough_gumbel(bits):
 
 @triton.jit
 def _natural_log(value):
-    """ln of float64 numbers above 0, as `ops` computes it: 2 artanh((m - 1) / (m + 1)) + e ln 2."""
+    """ln of float64 numbers above 0, as `token_choice.py` computes it: 2 artanh((m - 1) / (m + 1)) + e ln 2."""
     raw = value.to(tl.int64, bitcast=True)
     exponent = ((raw >> 52) & 0x7FF) - 1022
     mantissa = ((raw & 0xFFFFFFFFFFFFF) | 0x3FE0000000000000).to(tl.float64, bitcast=True)
@@ -170,3 +172,9 @@ def sample_gumbel(scores: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         enable_fp_fusion=False,
     )
     return tokens
+
+
+def draw(scores: torch.Tensor, choices: Sequence[TokenChoice]) -> torch.Tensor:
+    """The Draw (torch_sampling.py) for a GPU: all rows at once."""
+    keys = noise_keys([(choice.seed, choice.sequence_index, choice.position) for choice in choices])
+    return sample_gumbel(scores, keys.to(scores.device, non_blocking=True))

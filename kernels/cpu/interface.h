@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-constexpr int64_t kInterfaceVersion = 1;
+constexpr int64_t kInterfaceVersion = 2;
 constexpr int64_t kMostHeadDim = 512;
 
 extern "C" {
@@ -88,6 +88,29 @@ struct ProductCall {
     const void* weights;
     const float* bias;  // [rows], or null
     float* output;      // [num_tokens, rows]
+};
+
+// How the token of one row is chosen; kernels/token_choice.py says what the words mean.
+struct TokenChoice {
+    const float* logits;  // [vocabulary]
+    double top_p;         // 1 keeps all
+    int64_t top_k;        // 0 keeps all
+    uint64_t noise_key;   // its two words, the first one on top
+    float scale;          // 1 / temperature, or 0 for the largest logit
+    float least_score;    // -inf keeps all
+    int64_t token;        // the result; -1 for a row with NaN, +inf, or nothing but -inf
+};
+
+// What is asked about one row, and below `top_logits` the answers.
+struct TokenRank {
+    const float* logits;  // [vocabulary]
+    int64_t token;
+    int64_t top;          // most likely tokens wanted
+    int64_t* top_tokens;  // [top], of equals the lowest first
+    float* top_logits;    // [top], descending
+    int64_t total;        // of all weights, in units of 2^-40 of the largest; 0 for a row as above
+    int64_t rank;         // of the token: 1 and the number of larger logits
+    float largest, chosen;
 };
 
 }

@@ -1,6 +1,7 @@
 // The library: checks what comes in, finds memory and threads, and computes.
 
 #include "decoder.h"
+#include "sample.h"
 
 #define PDSERVE_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -136,6 +137,23 @@ void multiply_all(const ProductCall& call, int num_threads) {
     });
 }
 
+// Calls `body` for each of `count` rows; the members of a team share them. A lack of memory reaches the caller.
+template <class Body>
+void for_each_row(int64_t count, int64_t num_threads, const Body& body) {
+    TeamLoan loan(count > 1 ? static_cast<int>(num_threads) : 1);
+    std::atomic<bool> has_memory = true;
+    loan.team().run([&](int) {
+        loan.team().share(count, [&](int64_t row) {
+            try {
+                body(row);
+            } catch (const std::bad_alloc&) {
+                has_memory = false;
+            }
+        });
+    });
+    if (!has_memory) throw std::bad_alloc();
+}
+
 // Whether products of one shape come out as sums over the depth, one by one, give them, for inputs that 16 bits hold.
 template <class Weight>
 bool is_product_right(int64_t num_tokens, int64_t rows, int64_t depth) {
@@ -232,5 +250,28 @@ PDSERVE_EXPORT int64_t pdserve_product(const ProductCall* call, int64_t num_thre
     return guarded([&] {
         if (call->weight_type == kFloat32) multiply_all<float>(*call, static_cast<int>(num_threads));
         if (call->weight_type == kBfloat16) multiply_all<Bfloat16>(*call, static_cast<int>(num_threads));
+    });
+}
+
+PDSERVE_EXPORT int64_t pdserve_choose_tokens(TokenChoice* choices, int64_t count, int64_t vocabulary,
+                                             int64_t num_threads) {
+    if (vocabulary < 1 || vocabulary > kMostVocabulary) return kOutOfRange;
+    return guarded([&] {
+        for_each_row(count, num_threads, [&](int64_t row) {
+            choices[row].token = LogitsRow(choices[row].logits, vocabulary).choose(choices[row]);
+        });
+    });
+}
+
+PDSERVE_EXPORT int64_t pdserve_rank_tokens(TokenRank* ranks, int64_t count, int64_t vocabulary, int64_t num_threads) {
+    if (vocabulary < 1 || vocabulary > kMostVocabulary) return kOutOfRange;
+    for (int64_t row = 0; row < count; ++row) {
+        if (!all_below(&ranks[row].token, 1, vocabulary)) return kOutOfRange;
+        if (!all_below(&ranks[row].top, 1, vocabulary + 1)) return kOutOfRange;
+    }
+    return guarded([&] {
+        for_each_row(count, num_threads, [&](int64_t row) {
+            LogitsRow(ranks[row].logits, vocabulary).rank(ranks[row]);
+        });
     });
 }

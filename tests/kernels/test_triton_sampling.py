@@ -1,4 +1,4 @@
-"""The Triton sampler draws the very tokens of `ops.sample_gumbel`, under the interpreter."""
+"""The Triton sampler draws the very tokens of `torch_sampling.sample_gumbel`, under the interpreter."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import ops, reference
+from kernels import reference, torch_sampling
+from kernels.token_choice import TokenChoice
 from tests.kernels.triton_interpreter import interpreted, load
 
 triton_sampling = load("triton_sampling")
@@ -23,8 +24,8 @@ def interpreter() -> Iterator[None]:
 
 def check(scores: torch.Tensor, places: list[tuple[int, int, int]]) -> None:
     expected = [
-        ops.sample_gumbel(row, None, seed=seed, sequence_index=sequence, position=position)
-        for row, (seed, sequence, position) in zip(scores, places, strict=True)
+        torch_sampling.sample_gumbel(row, None, reference.noise_key(*place))
+        for row, place in zip(scores, places, strict=True)
     ]
     assert triton_sampling.sample_gumbel(scores, triton_sampling.noise_keys(places)).tolist() == expected
 
@@ -57,6 +58,21 @@ def test_a_row_without_a_finite_score_gives_no_token_of_the_vocabulary() -> None
     assert triton_sampling.sample_gumbel(scores, triton_sampling.noise_keys([(1, 0, 0)])).item() >= 70
 
 
+def test_a_step_of_mixed_rows_gets_the_tokens_of_the_host() -> None:
+    """All rows in one pass, as `ops.choose_tokens` does it on a GPU."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(8, 1100, generator=generator) * 3
+    logits[2, ::3] = -torch.inf
+    logits[4, 7] = torch.nan
+    choices = [
+        TokenChoice(temperature=(0.0, 0.8)[row % 3 > 0], top_k=(0, 50)[row % 2], top_p=(1.0, 0.9)[row // 4], seed=row)
+        for row in range(8)
+    ]
+    together = torch_sampling.choose(logits, choices, triton_sampling.draw)
+    assert together == torch_sampling.choose(logits, choices, torch_sampling.draw_on_host)
+    assert together[4] == -1
+
+
 def test_noise_equals_the_host_bit_for_bit() -> None:
     generator = torch.Generator().manual_seed(4)
     edges = [0, 1, 2, 2**31 - 1, 2**31 - 2, 2**30, 2**30 - 1, 2**24]
@@ -65,7 +81,7 @@ def test_noise_equals_the_host_bit_for_bit() -> None:
     rough = torch.empty(512, dtype=torch.float32)
     probe: Any = load_probe()
     probe.noise[(1,)](exact, rough, bits, COUNT=512)
-    on_host = [ops.gumbel(value) for value in bits.tolist()]
+    on_host = [torch_sampling.gumbel(value) for value in bits.tolist()]
     assert exact.tolist() == on_host
     assert (rough.double() - torch.tensor(on_host, dtype=torch.float64)).abs().max() < 1e-4
 
