@@ -244,7 +244,7 @@ class FrontOptions(CommonOptions):
         "Tokens of prompts that may wait to be computed, before 429.",
         LIMITS,
         metavar="TOKENS",
-        show_default="8 times what the decode nodes' KV blocks hold",
+        show_default="4 times what the decode nodes' KV blocks hold",
     )
     max_priority_boost: int = option(
         0,

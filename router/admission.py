@@ -18,7 +18,7 @@ from router.generation import GenerationRequest, ModelLimits
 SHORTEST_RETRY_S = 1.0
 LONGEST_RETRY_S = 60.0
 UNKNOWN_RETRY_S = 5.0
-WAITING_POOLS = 8
+WAITING_POOLS = 4
 """Prompts that fill the decode nodes so many times may wait, where nothing else was said."""
 
 
@@ -163,7 +163,9 @@ class Admission:
 
 
 def check_fits(request: GenerationRequest, limits: ModelLimits) -> None:
-    """Raise InvalidRequest when no decode node could ever hold prompt and output."""
+    """Raise InvalidRequest when no decode node could ever hold prompt and output, or so many sequences at once."""
+    if request.num_running > limits.max_sequences:
+        raise InvalidRequest(f"no decode node runs more than {limits.max_sequences} sequences at once", param="n")
     total = len(request.prompt_token_ids) + request.sampling.max_tokens
     if total > limits.max_model_len:
         raise InvalidRequest(

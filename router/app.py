@@ -87,7 +87,7 @@ def _add_model_routes(app: FastAPI, api: InferenceApi) -> None:
             "object": "model",
             "created": api.started_at,
             "owned_by": "pdserve",
-            "root": api.config.model,
+            "root": api.model_names[0],  # Not where it lies: that is for nobody outside.
             "parent": None,
             "max_model_len": api.max_model_len,
         }
@@ -96,6 +96,8 @@ def _add_model_routes(app: FastAPI, api: InferenceApi) -> None:
         return _json({"object": "list", "data": [card(name) for name in api.model_names]})
 
     async def show_model(model: str) -> Response:
+        if not model:
+            raise HttpError(404, "There is no such path.", code="not_found")
         return _json(card(api.check_model(model)))
 
     app.add_api_route("/v1/models", list_models, methods=["GET"])

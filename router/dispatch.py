@@ -215,7 +215,7 @@ class RouterCluster(Cluster):
             if not wanted:
                 return
             fingerprint = generation.fingerprint or self.registry.served_fingerprint
-            candidates = self._candidates(generation, fingerprint)
+            candidates = self._candidates(generation, wanted, fingerprint)
             if fingerprint is None or not candidates:
                 left_s = wait_until - self._clock()
                 if left_s <= 0.0:
@@ -265,7 +265,7 @@ class RouterCluster(Cluster):
     ) -> bool:
         """Choose and start, in one go; False when no candidate is left."""
         now = self._clock()
-        candidates = self._candidates(generation, fingerprint)
+        candidates = self._candidates(generation, indices, fingerprint)
         prefill_nodes = self.registry.routable("prefill", fingerprint)
         blocks = self._blocks_of_sequences(generation, indices, len(tokens), fingerprint.block_size)
         question = RouteQuestion(len(tokens), len(indices), sum(blocks.values()))
@@ -317,8 +317,10 @@ class RouterCluster(Cluster):
         )
         return True
 
-    def _candidates(self, generation: DispatchedGeneration, fingerprint: Fingerprint | None) -> list[Node]:
-        """Routable decode nodes whose pool and context this request fits."""
+    def _candidates(
+        self, generation: DispatchedGeneration, indices: Sequence[int], fingerprint: Fingerprint | None
+    ) -> list[Node]:
+        """Routable decode nodes whose pool, context and steps these sequences of a request fit."""
         if fingerprint is None:
             return []
         ready = self.registry.routable("decode", fingerprint)
@@ -326,11 +328,13 @@ class RouterCluster(Cluster):
             return []
         request = generation.request
         total = len(request.prompt_token_ids) + request.sampling.max_tokens
+        side_by_side = len(indices) if request.beam_search is None else request.num_running
         fitting = [
             node
             for node in ready
             if node.description is not None
             and node.description.max_model_len >= total
+            and node.description.max_num_seqs >= side_by_side
             and node.description.num_blocks >= -(-total // fingerprint.block_size)
         ]
         if not fitting:
@@ -366,6 +370,7 @@ class RouterCluster(Cluster):
                 max_model_len=min(longest, self._config.max_model_len or longest),
                 block_size=served.block_size,
                 max_request_blocks=max(description.num_blocks for description in known),
+                max_sequences=max(description.max_num_seqs for description in known),
             )
         return self._limits
 

@@ -102,12 +102,20 @@ class Generation(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What the cluster can serve right now, as its nodes describe themselves."""
+    """What the cluster can serve right now, as its nodes describe themselves.
+
+    Attributes:
+        max_model_len: tokens of prompt and output.
+        block_size: tokens.
+        max_request_blocks: of the largest pool.
+        max_sequences: that one decode node runs at once.
+    """
 
     vocab_size: int
     max_model_len: int
     block_size: int
     max_request_blocks: int
+    max_sequences: int
 
 
 class Cluster(Protocol):

@@ -89,6 +89,7 @@ class InferenceApi:
             max_model_len=limits.max_model_len if own_len is None else min(own_len, limits.max_model_len),
             block_size=limits.block_size,
             max_request_blocks=limits.max_request_blocks,
+            max_sequences=limits.max_sequences,
         )
 
     @property

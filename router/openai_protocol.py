@@ -172,7 +172,7 @@ class CompletionBody(GenerationBody):
 
     REFUSED: ClassVar[Mapping[str, tuple[object, ...]]] = {
         **_REFUSED_EVERYWHERE,
-        "suffix": _ANY_BUT_NULL,
+        "suffix": ("",),
         "prompt_embeds": _ANY_BUT_NULL,
         "response_format": ({"type": "text"},),
     }
@@ -231,7 +231,7 @@ class ChatBody(GenerationBody):
         "modalities": (["text"],),
         "moderation": _ANY_BUT_NULL,
         "response_format": ({"type": "text"},),
-        "suffix": _ANY_BUT_NULL,
+        "suffix": ("",),
         "verbosity": ("medium",),
         "web_search_options": _ANY_BUT_NULL,
     }

@@ -148,6 +148,11 @@ def build_requests(
     if len(prompts) > MAX_PROMPTS:
         raise InvalidRequest(f"{prompt_param} may hold at most {MAX_PROMPTS} prompts", param=prompt_param)
     name = "n" if params.num_made == params.n else "best_of"
+    if params.num_made > limits.max_sequences:
+        raise InvalidRequest(
+            f"{name} is {params.num_made}, but no decode node runs more than {limits.max_sequences} sequences at once",
+            param=name,
+        )
     if len(prompts) * params.num_made > MAX_CHOICES:
         raise InvalidRequest(f"{name} times the number of prompts must be at most {MAX_CHOICES}", param=name)
     for prompt in prompts:

@@ -184,7 +184,9 @@ class FakeCluster:
 
     script: Script | ScriptedSequence = field(default_factory=ScriptedSequence)
     model_limits: ModelLimits | None = field(
-        default_factory=lambda: ModelLimits(vocab_size=49152, max_model_len=2048, block_size=16, max_request_blocks=512)
+        default_factory=lambda: ModelLimits(
+            vocab_size=49152, max_model_len=2048, block_size=16, max_request_blocks=512, max_sequences=128
+        )
     )
     ready: bool = True
     refuse: PdserveError | None = None

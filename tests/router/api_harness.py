@@ -31,7 +31,7 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-LIMITS = ModelLimits(vocab_size=512, max_model_len=256, block_size=16, max_request_blocks=64)
+LIMITS = ModelLimits(vocab_size=512, max_model_len=256, block_size=16, max_request_blocks=64, max_sequences=128)
 
 
 @cache

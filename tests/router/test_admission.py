@@ -13,7 +13,7 @@ from router.admission import UNKNOWN_RETRY_S, WAITING_POOLS, Admission, Capacity
 from router.beam_search import BeamSearch
 from router.generation import GenerationRequest, ModelLimits
 
-LIMITS = ModelLimits(vocab_size=100, max_model_len=64, block_size=4, max_request_blocks=10)
+LIMITS = ModelLimits(vocab_size=100, max_model_len=64, block_size=4, max_request_blocks=10, max_sequences=128)
 
 
 class Clock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from engine.tokens import FinishReason
 from proto import worker_pb2 as pb
 from router.beam_search import BeamSearch
 from router.generation import GenerationRequest
-from router.testing import ScriptedSequence
+from router.testing import FakeCluster, ScriptedSequence
 from tests.router.api_harness import LIMITS, saying, serving, tokenizer
 from tests.router.cluster_harness import collect, make_request, running_cluster
 
@@ -159,6 +160,22 @@ async def test_the_best_of_as_many_as_shown_are_all_of_them_in_order() -> None:
         assert [choice["text"] for choice in answer["choices"]][:2] == ["red", "red fox"]
         assert server.last.request.sampling.logprobs is None
         assert (await server.complete(n=2, best_of=2, stream=True)).status_code == 200
+
+
+async def test_more_than_a_node_runs_at_once_is_refused_by_its_name() -> None:
+    limits = replace(LIMITS, max_sequences=4)
+    async with serving(cluster=FakeCluster(saying("red"), model_limits=limits)) as server:
+        for fields, param in (
+            ({"n": 5}, "n"),
+            ({"best_of": 5}, "best_of"),
+            ({"n": 5, "use_beam_search": True}, "n"),
+            ({"n": 2, "best_of": 5, "use_beam_search": True}, "best_of"),
+        ):
+            response = await server.complete(**fields)
+            assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+        assert server.cluster.generations == []
+        assert (await server.complete(n=2, best_of=4)).status_code == 200
+        assert (await server.complete(suffix="")).status_code == 200  # Asks for nothing.
 
 
 async def test_the_best_are_not_known_while_a_stream_runs() -> None:

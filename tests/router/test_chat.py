@@ -291,8 +291,9 @@ async def test_served_names_replace_the_models_own() -> None:
     async with serving(served_model_names=("first", "second")) as server:
         assert (await server.chat(model="second")).json()["model"] == "second"
         assert (await server.chat(model=MODEL)).status_code == 404
-        names = [card["id"] for card in (await server.client.get("/v1/models")).json()["data"]]
-        assert names == ["first", "second"]
+        cards = (await server.client.get("/v1/models")).json()["data"]
+        assert [card["id"] for card in cards] == ["first", "second"]
+        assert {card["root"] for card in cards} == {"first"}  # Nothing of the server's folders.
 
 
 async def test_model_without_a_template_says_so() -> None:

@@ -210,7 +210,7 @@ REFUSED = {
     "stop_token_ids": ([-1], [512], [2**63], ["a"], 5, [1] * 200),
     "logit_bias": ({"999999": 1}, {"-1": 1}, {"a": 1}, {"5": 101}, {"5": "x"}, [1], {str(i): 1 for i in range(2000)}),
     "seed": (1.5, "x", 2**64, -(2**63) - 1),
-    "suffix": ("end",),
+    "suffix": ("end", " "),
     "stream_options": ({"include_usage": True},),
     "prompt_logprobs": (1, -1),
     "use_beam_search": ("yes", 1),
@@ -268,7 +268,7 @@ async def test_prompt_as_long_as_the_context_is_refused() -> None:
 
 
 async def test_request_that_no_pool_can_hold_is_refused() -> None:
-    limits = ModelLimits(vocab_size=512, max_model_len=2048, block_size=16, max_request_blocks=4)
+    limits = ModelLimits(vocab_size=512, max_model_len=2048, block_size=16, max_request_blocks=4, max_sequences=128)
     async with serving(cluster=FakeCluster(script=saying("x"), model_limits=limits)) as server:
         assert (await server.complete(prompt=[5] * 4, max_tokens=60)).status_code == 200
         response = await server.complete(prompt=[5] * 4, max_tokens=61)

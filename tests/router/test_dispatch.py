@@ -13,6 +13,7 @@ from engine.errors import DeadlinePassed, InvalidRequest, Overloaded, PdserveErr
 from engine.tokens import FinishReason
 from proto import worker_pb2 as pb
 from router.admission import WAITING_POOLS, Outcome
+from router.beam_search import BeamSearch
 from router.node import NodeHealth
 from tests.router.cluster_harness import (
     PROGRESS_DEADLINE_S,
@@ -520,6 +521,20 @@ async def test_too_many_requests_are_refused_with_a_time() -> None:
             await generation.aclose()
         node.does.hold_after_tokens = None
         await harness.run(make_request())
+
+
+async def test_a_request_goes_where_its_sequences_fit_side_by_side() -> None:
+    async with running_cluster() as harness:
+        await harness.add("decode", "small", max_num_seqs=2)
+        await harness.ready()
+        for _ in range(6):
+            await harness.run(make_request(n=3))
+            await harness.run(make_request(n=1, beam_search=BeamSearch(width=3)))
+        assert not harness.nodes["small"].starts
+        many = harness.cluster.limits.max_sequences + 1
+        with pytest.raises(InvalidRequest) as caught:
+            await harness.cluster.generate(make_request(n=many))
+        assert caught.value.param == "n"
 
 
 async def test_prompts_that_wait_are_measured_by_the_pool_of_the_decode_nodes() -> None:

@@ -168,7 +168,9 @@ async def test_one_log_line_at_admission_and_one_at_the_end(caplog: pytest.LogCa
 
 async def test_client_that_does_not_read_is_cut_off() -> None:
     script = ScriptedSequence(tuple(tokenizer().encode("the blue sea ")) * 80_000, tokens_per_delta=2000)
-    limits = LIMITS.__class__(vocab_size=512, max_model_len=400_000, block_size=16, max_request_blocks=30_000)
+    limits = LIMITS.__class__(
+        vocab_size=512, max_model_len=400_000, block_size=16, max_request_blocks=30_000, max_sequences=128
+    )
     cluster = FakeCluster(script=script, model_limits=limits)
     async with serving(cluster=cluster, slow_client_s=0.3) as server:
         connection = socket.socket()
@@ -260,7 +262,9 @@ async def test_request_that_still_waits_for_a_node_is_told_too() -> None:
 
 
 async def test_long_text_is_tokenised_while_health_answers() -> None:
-    limits = LIMITS.__class__(vocab_size=512, max_model_len=3_000_000, block_size=16, max_request_blocks=10**6)
+    limits = LIMITS.__class__(
+        vocab_size=512, max_model_len=3_000_000, block_size=16, max_request_blocks=10**6, max_sequences=128
+    )
     async with serving(cluster=FakeCluster(script=saying("x"), model_limits=limits)) as server:
         body = {"model": MODEL, "prompt": "lorem ipsum " * 60_000}
         long = asyncio.create_task(server.client.post("/v1/completions", json=body, timeout=60))

@@ -217,7 +217,9 @@ async def test_log_probabilities_come_with_their_tokens() -> None:
 async def test_many_tokens_at_once_are_several_messages() -> None:
     tokens = tokenizer().encode("red fox") * 400
     script = ScriptedSequence(tokens, tokens_per_delta=len(tokens))
-    limits = type(LIMITS)(vocab_size=512, max_model_len=100_000, block_size=16, max_request_blocks=10_000)
+    limits = type(LIMITS)(
+        vocab_size=512, max_model_len=100_000, block_size=16, max_request_blocks=10_000, max_sequences=128
+    )
     async with door(cluster=FakeCluster(script, model_limits=limits)) as served:
         responses = await served.generate(max_tokens=90_000, logprobs=20)
     assert max(len(response.token_ids) for response in responses) <= TOKENS_PER_MESSAGE
@@ -445,7 +447,9 @@ async def test_the_routers_own_limit_stays() -> None:
 
 async def test_a_client_that_reads_nothing_is_cut_off() -> None:
     tokens = tokenizer().encode("red") * 4_000
-    limits = type(LIMITS)(vocab_size=512, max_model_len=10**6, block_size=16, max_request_blocks=10**5)
+    limits = type(LIMITS)(
+        vocab_size=512, max_model_len=10**6, block_size=16, max_request_blocks=10**5, max_sequences=128
+    )
     cluster = FakeCluster(ScriptedSequence(tokens, tokens_per_delta=200, hang=True), model_limits=limits)
     little_room = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65_535)]
     async with (

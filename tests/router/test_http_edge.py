@@ -22,7 +22,7 @@ PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
         ("DELETE", "/v1/models", 405),
         ("PUT", "/health", 405),
         ("GET", "/v1/models/none", 404),
-        ("GET", "/v1/models/", 200),
+        ("GET", "/v1/models/", 404),
         ("GET", "/debug/route/none", 404),
     ],
 )

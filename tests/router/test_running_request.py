@@ -32,12 +32,16 @@ async def test_reader_that_comes_late_gets_everything_at_once() -> None:
 
 async def test_reader_that_stops_stops_the_buffer() -> None:
     script = ScriptedSequence((5,) * 5000)
-    limits = ModelLimits(vocab_size=512, max_model_len=10_000, block_size=16, max_request_blocks=1000)
+    limits = ModelLimits(
+        vocab_size=512, max_model_len=10_000, block_size=16, max_request_blocks=1000, max_sequences=128
+    )
     async with serving(cluster=FakeCluster(script=script, model_limits=limits)) as server:
         running = await server.api.submit([[5]], GenerateParams(max_tokens=5000), response_id="x")
-        await asyncio.sleep(0.3)
-        read = len(server.last.delivered)
-        assert 1000 < read < 1100
+        async with asyncio.timeout(30):
+            while len(server.last.delivered) <= 1000:  # noqa: ASYNC110 - what is waited for signals nothing
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert len(server.last.delivered) < 1100
         batches = [batch async for batch in running.batches()]
         await running.aclose()
     assert sum(len(delta.token_ids) for batch in batches for _, delta in batch) == 5000
@@ -107,7 +111,7 @@ def test_products_of_large_numbers_are_capped() -> None:
         build([[5]] * 100, GenerateParams(n=100))
     with pytest.raises(InvalidRequest, match="at most 1024 prompts"):
         build([[5]] * 1025, GenerateParams())
-    wide = ModelLimits(vocab_size=512, max_model_len=10**6, block_size=16, max_request_blocks=10**6)
+    wide = ModelLimits(vocab_size=512, max_model_len=10**6, block_size=16, max_request_blocks=10**6, max_sequences=128)
     with pytest.raises(InvalidRequest, match="max_tokens"):
         build([[5]] * 8, GenerateParams(n=8, max_tokens=500_000), wide)
 
