@@ -99,6 +99,7 @@ class Admission:
         self._max_waiting_sequences = max_waiting_sequences
         self._max_waiting_tokens = max_waiting_tokens
         self._clock = clock
+        self._rate_half_life_s = rate_half_life_s
         self._completions = RateEstimate(rate_half_life_s)
         self._computed_tokens = RateEstimate(rate_half_life_s)
         self._waiting_tokens = 0
@@ -124,6 +125,10 @@ class Admission:
         if excess > 0 and self._waiting_tokens > 0 and most_tokens > 0:
             retry_after_s = self._seconds_until(self._computed_tokens, excess)
             raise self._overloaded("too many prompt tokens are waiting", "tokens_full", retry_after_s)
+        if self._waiting_tokens == 0:
+            # How fast prompts are computed shows only while some wait; what came before says how few there were.
+            self._computed_tokens = RateEstimate(self._rate_half_life_s)
+            self._computed_tokens.add(0, self._clock())
         self.requests += 1
         self.sequences += sequences
         self.admitted += 1
