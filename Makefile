@@ -24,14 +24,17 @@ SERVE_FLAGS = $(if $(MODEL),"$$MODEL") $(if $(PORT),--port "$$PORT") \
 serve: $(VENV)/.installed
 	@exec $(VENV)/bin/pdserve serve $(SERVE_FLAGS) $(ARGS)
 
-# Tests that start whole clusters need both cores for themselves and come last. TESTS=... runs those alone.
-CLUSTER_TESTS := tests/api tests/deploy tests/e2e tests/faults tests/pdserve
+# Tests that start whole clusters come after those that compute, and those that break clusters come last and one by one:
+# within seconds a node that gets no time is taken for dead. TESTS=... runs those alone.
+CLUSTER_TESTS := tests/api tests/e2e tests/pdserve
+FAULT_TESTS := tests/deploy tests/faults
 TESTS ?=
 
 test: $(VENV)/.installed-test check
 ifeq ($(TESTS),)
-	$(VENV)/bin/python -m pytest $(PYTEST_ARGS) -n 2 --dist loadfile $(CLUSTER_TESTS:%=--ignore=%)
-	$(VENV)/bin/python -m pytest $(PYTEST_ARGS) $(CLUSTER_TESTS)
+	$(VENV)/bin/python -m pytest $(PYTEST_ARGS) -n 2 --dist loadfile $(patsubst %,--ignore=%,$(CLUSTER_TESTS) $(FAULT_TESTS))
+	$(VENV)/bin/python -m pytest $(PYTEST_ARGS) -n 2 --dist loadfile $(CLUSTER_TESTS)
+	$(VENV)/bin/python -m pytest $(PYTEST_ARGS) $(FAULT_TESTS)
 else
 	$(VENV)/bin/python -m pytest $(PYTEST_ARGS) $(TESTS)
 endif
@@ -68,12 +71,18 @@ $(VENV)/bin/python:
 # kernels are compiled by it, where a C++ compiler is.
 INSTALLED := pyproject.toml setup.py kernels/cpu_variants.py $(wildcard kernels/cpu/*)
 
+# Modules are compiled when they are first imported: all of them are many times what is ever used.
+define install
+@echo "Installing into $(VENV); this happens once and takes some minutes."
+$(PIP) install --no-compile $(TORCH_PIP_ARGS) torch==$(TORCH_VERSION)
+$(PIP) install --no-compile --editable '.$(1)'
+endef
+
 $(VENV)/.installed: $(INSTALLED) | $(VENV)/bin/python
-	@echo "Installing into $(VENV); this happens once and takes some minutes."
-	$(PIP) install $(TORCH_PIP_ARGS) torch==$(TORCH_VERSION)
-	$(PIP) install --editable .
+	$(call install)
 	@touch $@
 
-$(VENV)/.installed-test: $(VENV)/.installed
-	$(PIP) install --quiet --editable '.[test]'
-	@touch $@
+# Includes the above, which would compile the kernels once more.
+$(VENV)/.installed-test: $(INSTALLED) | $(VENV)/bin/python
+	$(call install,[test])
+	@touch $(VENV)/.installed $@
