@@ -146,12 +146,14 @@ def _install_vllm(setting: Setting) -> None:
 
 
 def _llama_cpp(setting: Setting, layout: Layout) -> str:
+    """By default its server lets a request end the one before, and computes logits of every prompt token."""
     threads = str(layout.threads)
     return shlex.join(
         [
             *(str(setting.venv("llama.cpp") / "bin" / "python"), "-m", "llama_cpp.server", "--port", "{port}"),
             *("--model", str(_gguf_of(setting)), "--n_ctx", str(MAX_MODEL_LEN), "--n_batch", "512"),
             *("--n_threads", threads, "--n_threads_batch", threads, "--model_alias", "m"),
+            *("--interrupt_requests", "false", "--logits_all", "false"),
         ]
     )
 

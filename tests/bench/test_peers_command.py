@@ -122,7 +122,9 @@ def test_llama_cpp_needs_a_gguf_file_and_is_kept_from_ending(tmp_path: Path) -> 
     write_tokenizer(tmp_path, 320)  # with three special tokens, each of which would end an answer
     setting = make_setting(tmp_path)
     assert ENGINES["llama.cpp"].body(setting) == {"logit_bias": {"0": -100, "1": -100, "2": -100}}
-    assert f"{tmp_path}/work/m-bfloat16.gguf --n_ctx" in ENGINES["llama.cpp"].command(setting, Layout.TWO)
+    command = ENGINES["llama.cpp"].command(setting, Layout.TWO)
+    assert f"{tmp_path}/work/m-bfloat16.gguf --n_ctx" in command
+    assert "--interrupt_requests false" in command  # else the next request ends the one before
     without = Setting(tmp_path, "bfloat16", tmp_path, {}, print)
     with pytest.raises(ConfigError, match="--gguf"):
         ENGINES["llama.cpp"].install(without)
