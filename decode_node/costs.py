@@ -4,31 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-_KEPT = 0.8
-"""Weight of what is known against what a new measurement says."""
-
-
-@dataclass(slots=True)
-class Rate:
-    """Units per second, from decaying sums: recent measurements count more than old, large ones more than small."""
-
-    units: float = 0.0
-    seconds: float = 0.0
-
-    def record(self, units: float, seconds: float) -> None:
-        """So many units took so many seconds. What took no time says nothing."""
-        if units > 0 and seconds > 0:
-            self.units = self.units * _KEPT + units
-            self.seconds = self.seconds * _KEPT + seconds
-
-    @property
-    def is_known(self) -> bool:
-        """Whether anything was measured."""
-        return self.seconds > 0
-
-    def time_s(self, units: float) -> float:
-        """Seconds for so many units; 0 while nothing is known."""
-        return units * self.seconds / self.units if self.is_known else 0.0
+from engine.rate import KEPT, Rate
 
 
 @dataclass(slots=True)
@@ -55,7 +31,7 @@ class Costs:
             self.prompt.record(prompt_tokens, max(beyond, seconds * 0.05))
         elif decode_tokens:
             known = self.decode_step_s or seconds
-            self.decode_step_s = known * _KEPT + seconds * (1 - _KEPT)
+            self.decode_step_s = known * KEPT + seconds * (1 - KEPT)
 
     def prompt_tokens_within(self, bound_s: float, *, least: int) -> int:
         """Prompt tokens that a step which also decodes may compute in `bound_s`; `least` while nothing is known."""

@@ -399,7 +399,7 @@ class DecodeNode:
             seconds=seconds, decode_tokens=len(decision.slices) - len(prompts), prompt_tokens=sum(prompts)
         )
         if prompts:
-            self.counters.record_prefill_rate(sum(prompts), seconds)
+            self.counters.prefill.record(sum(prompts), seconds)
 
     def _commit_slice(self, attempt: Attempt, piece: Slice, result: SliceResult) -> None:
         sequence = piece.sequence

@@ -11,6 +11,7 @@ from typing import Protocol
 import grpc
 
 from engine.block_pool import BlockCounts
+from engine.rate import Rate
 from proto import worker_pb2 as pb
 from proto import worker_pb2_grpc
 
@@ -33,7 +34,7 @@ class NodeCounters:
     tokens_generated: int = 0
     local_prefills: int = 0
     messages_ignored: int = 0
-    prefill_tokens_per_s: float = 0.0
+    prefill: Rate = field(default_factory=Rate)
     failures: Counter[str] = field(default_factory=Counter)
     transports: dict[str, pb.TransportUse] = field(default_factory=dict)
 
@@ -51,12 +52,6 @@ class NodeCounters:
         """Count a hand-off that failed. Reasons may come from peers, so there is a limit to how many are told apart."""
         known = reason in self.failures or len(self.failures) < _MAX_REASONS
         self.failures[reason if known else "other"] += 1
-
-    def record_prefill_rate(self, tokens: int, seconds: float) -> None:
-        """Learn the rate online; recent steps count most."""
-        if seconds > 0:
-            rate = tokens / seconds
-            self.prefill_tokens_per_s += (rate - self.prefill_tokens_per_s) * (0.2 if self.prefill_tokens_per_s else 1)
 
 
 def status_message(
@@ -96,7 +91,7 @@ def status_message(
         messages_ignored=counters.messages_ignored,
         kv_bytes=sum(use.bytes for use in counters.transports.values()),
         transports=counters.transports,
-        prefill_tokens_per_s=counters.prefill_tokens_per_s,
+        prefill_tokens_per_s=counters.prefill.per_s,
         failures=counters.failures,
     )
 

@@ -244,7 +244,7 @@ class PrefillNode:
         return results
 
     def _commit(self, decision: PrefillDecision, results: list[ChunkResult]) -> None:
-        self.counters.record_prefill_rate(
+        self.counters.prefill.record(
             sum(chunk.length for chunk in decision.chunks), time.monotonic() - self._step_started_s
         )
         self.scheduler.commit(decision)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from decode_node.costs import Costs, Rate
+from decode_node.costs import Costs
+from engine.rate import Rate
 
 
 def learned(*, decode_s: float = 0.02, token_s: float = 0.001) -> Costs:
