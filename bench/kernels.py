@@ -29,7 +29,7 @@ from engine.forward_batch import ForwardBatch, SequenceSlice, WantedLogits, buil
 from engine.ids import BlockId
 from engine.kv_layout import DTYPE_BYTES
 from engine.model_runner import ModelRunner
-from engine.paged_cache import PagedCache
+from engine.paged_cache import host_plan
 from engine.sampling import SampleRow, sample
 from engine.sampling_params import SamplingParams
 from kernels import cpu_operations, ops, torch_attention
@@ -240,14 +240,14 @@ class KernelBench:
 
     def _kv_write(self, tokens: int) -> OperationReport:
         shape = self._shape
-        plan = PagedCache(self._runner.pool, self._batch([(tokens, tokens)]), on_layer=None).plan
+        plan = host_plan(self._runner.pool, self._batch([(tokens, tokens)]))
         states = self._random(shape.kv_heads, tokens, shape.head_dim)
         seconds = self._seconds(lambda layer: ops.write_kv(plan, layer, states, states), shape.num_layers)
         return _report("torch", "K/V write", f"{tokens}", seconds, costs.write_kv(shape, tokens, self._dtype))
 
     def _attention(self, name: str, slices: list[tuple[int, int]]) -> Iterator[OperationReport]:
         shape, pool, batch = self._shape, self._runner.pool, self._batch(slices)
-        plan = PagedCache(pool, batch, on_layer=None).plan
+        plan = host_plan(pool, batch)
         queries = self._random(shape.heads, batch.num_tokens, shape.head_dim)
         states = self._random(shape.kv_heads, batch.num_tokens, shape.head_dim)
         scale = shape.head_dim**-0.5

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.modeling_utils import AttentionInterface
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
@@ -30,13 +29,13 @@ from engine.forward_batch import ForwardBatch, SequenceSlice, build_batch
 from engine.fused_modules import fuse
 from engine.ids import BlockId
 from engine.model_loader import load_model
-from engine.model_runner import max_model_len_of, num_blocks_of
+from engine.model_runner import max_model_len_of, num_blocks_of, pool_tensor, private_memory
 from engine.model_store import ModelFiles
-from kernels import triton_attention
+from engine.paged_cache import ATTENTION_NAME, PagedCache
+from engine.pinned_memory import PinnedMemory
+from kernels import ops
 
 logger = logging.getLogger(__name__)
-
-ATTENTION_NAME = "pdserve_triton"
 
 _BATCH_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _LONGEST_BUCKETS = (256, 2048)
@@ -44,69 +43,6 @@ _LONGEST_BUCKETS = (256, 2048)
 
 _SPARE_BYTES = 512 * 1024 * 1024
 """Device memory left to activations and graphs when the pool is checked against what is free."""
-
-
-class TritonCache:
-    """One forward pass, as transformers' models see it: K and V are written by `update`, then attended to.
-
-    Args:
-        plan: of the batch.
-        on_layer: called with the index of each layer whose K and V are enqueued to be written.
-    """
-
-    def __init__(self, plan: triton_attention.TritonPlan, on_layer: Callable[[int], None] | None) -> None:
-        self.plan = plan
-        self._on_layer = on_layer
-        self.num_written = 0
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Called by each attention layer, in order, with the new tokens' `[1, kv_heads, T, head_dim]`; returns them."""
-        assert layer_idx == self.num_written, "loading has refused models whose layers write out of turn"
-        triton_attention.write_kv(self.plan, layer_idx, key_states[0], value_states[0])
-        self.num_written += 1
-        if self._on_layer is not None:
-            self._on_layer(layer_idx)
-        return key_states, value_states
-
-    def get_seq_length(self) -> int:
-        """0, since sequences of a batch share no length. Some models ask, and then use the positions they are given."""
-        return 0
-
-
-def triton_paged_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    *,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    paged_cache: TritonCache | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """What transformers' models call: `[1, heads, T, head_dim]` in, `[1, T, heads, head_dim]` out.
-
-    What no kernel does was refused when the model was loaded, by the probe that every model passes.
-    """
-    assert paged_cache is not None, "loading has refused models that do not hand `paged_cache` on"
-    attended = triton_attention.paged_attention(
-        paged_cache.plan,
-        paged_cache.num_written - 1,
-        query[0],
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=sliding_window,
-        soft_cap=softcap,
-        sinks=s_aux,
-    )
-    return attended[None], None
-
-
-AttentionInterface.register(ATTENTION_NAME, triton_paged_attention)
 
 
 class CudaRunner:
@@ -143,19 +79,10 @@ class CudaRunner:
         self.max_model_len = max_model_len_of(config, loaded.max_position, self.num_blocks)
         num_bytes = self.num_blocks * self.layout.block_bytes
         self._check_memory(num_bytes)
-        shape = (
-            self.num_blocks,
-            self.layout.num_layers,
-            2,
-            self.layout.kv_heads,
-            self.layout.block_size,
-            self.layout.head_dim,
-        )
-        dtype = getattr(torch, self.layout.dtype)
-        self.pool = torch.zeros(shape, dtype=dtype, device=self._device)
-        self._mirror = torch.zeros(shape, dtype=dtype, pin_memory=self._on_gpu)
-        mirror_bytes: Any = self._mirror.view(-1).view(torch.uint8).numpy()
-        self._bytes = memoryview(mirror_bytes)
+        self._pinned = PinnedMemory(num_bytes) if self._on_gpu else None
+        self._bytes = private_memory(num_bytes) if self._pinned is None else self._pinned.view
+        self._mirror = pool_tensor(self._bytes, self.layout, self.num_blocks)
+        self.pool = torch.zeros_like(self._mirror, device=self._device)
         # Guards the two sets: `run` has a thread of its own.
         self._lock = threading.Lock()
         self._host_is_behind: set[int] = set()
@@ -210,7 +137,7 @@ class CudaRunner:
 
     def run_eagerly(self, batch: ForwardBatch, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """Without a graph."""
-        plan = triton_attention.TritonPlan(
+        plan = ops.gpu_plan(
             self.pool,
             slots=batch.slots.to(self._device, non_blocking=True),
             query_starts=batch.query_start_list,
@@ -221,14 +148,14 @@ class CudaRunner:
 
     def forward(
         self,
-        plan: triton_attention.TritonPlan,
+        plan: ops.Plan,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         logits_rows: torch.Tensor,
         on_layer: Callable[[int], None] | None,
     ) -> torch.Tensor:
         """One pass of the model; `[R, vocab_size]` float32."""
-        cache = TritonCache(plan, on_layer)
+        cache = PagedCache(plan, on_layer=on_layer)
         output = self._model(
             input_ids=token_ids.to(self._device, non_blocking=True)[None],
             position_ids=positions.to(self._device, non_blocking=True)[None],
@@ -405,7 +332,7 @@ class _DecodeGraphs:
         return graphs
 
     def _forward(self, size: int, longest: int) -> torch.Tensor:
-        plan = triton_attention.TritonPlan.for_decode(
+        plan = ops.gpu_decode_plan(
             self._runner.pool,
             slots=self._slots[:size],
             query_starts=self._starts[: size + 1],

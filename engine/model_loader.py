@@ -28,7 +28,7 @@ from engine.forward_batch import ForwardBatch, SequenceSlice, build_batch
 from engine.ids import BlockId
 from engine.kv_layout import DTYPE_BYTES, KvLayout
 from engine.model_store import ModelFiles, check_folder
-from engine.paged_cache import PagedCache, UnsupportedModel, paged_attention
+from engine.paged_cache import PagedCache, UnsupportedModel, host_plan, paged_attention
 from engine.safetensors_file import (
     DTYPE_OF_TORCH_NAME,
     TORCH_NAME_OF_DTYPE,
@@ -401,7 +401,7 @@ class _Probe:
             kv_heads, head_dim = key_states.shape[1], key_states.shape[3]
             num_blocks = self._batch.max_block_id + 1
             pool = key_states.new_zeros(num_blocks, self._num_layers, 2, kv_heads, _PROBE_BLOCK, head_dim)
-            self.cache = PagedCache(pool, self._batch, on_layer=None)
+            self.cache = PagedCache(host_plan(pool, self._batch), on_layer=None)
         return self.cache.update(key_states, value_states, layer_idx)
 
     def get_seq_length(self) -> int:

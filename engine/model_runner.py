@@ -21,7 +21,7 @@ from engine.kv_layout import KvLayout
 from engine.lean_forward import LeanForward, lean_forward_of
 from engine.model_loader import load_model
 from engine.model_store import ModelFiles
-from engine.paged_cache import ATTENTION_NAME, PagedCache, UnsupportedModel
+from engine.paged_cache import ATTENTION_NAME, PagedCache, UnsupportedModel, host_plan
 from kernels.cpu_library import load_library
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class ModelRunner:
         self.num_blocks = num_blocks_of(config, self.layout)
         self.max_model_len = max_model_len_of(config, loaded.max_position, self.num_blocks)
         num_bytes = self.num_blocks * self.layout.block_bytes
-        self._memory = (allocate_pool or _private_memory)(num_bytes)
+        self._memory = (allocate_pool or private_memory)(num_bytes)
         self.pool = pool_tensor(self._memory, self.layout, self.num_blocks)
         logits = self._smoke_test()
         self._lean = self._lean_forward(logits)
@@ -134,7 +134,7 @@ class ModelRunner:
 
     def _run_generic(self, batch: ForwardBatch, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """By transformers' own forward."""
-        cache = PagedCache(self.pool, batch, on_layer=on_layer)
+        cache = PagedCache(host_plan(self.pool, batch), on_layer=on_layer)
         output = self._model(
             input_ids=batch.token_ids[None],
             position_ids=batch.positions[None],
@@ -271,6 +271,7 @@ def pool_tensor(memory: memoryview, layout: KvLayout, num_blocks: int) -> torch.
     return flat.view(num_blocks, layout.num_layers, 2, layout.kv_heads, layout.block_size, layout.head_dim)
 
 
-def _private_memory(num_bytes: int) -> memoryview:
+def private_memory(num_bytes: int) -> memoryview:
+    """Zeroed memory of this process."""
     # Mapped rather than allocated: zeroed, aligned to pages, and taken from the machine only as it is touched.
     return memoryview(mmap.mmap(-1, num_bytes))

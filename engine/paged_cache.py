@@ -28,25 +28,30 @@ class UnsupportedModel(Exception):
     """What the model asks of its cache or its attention and they do not do, as a noun phrase. Found at start."""
 
 
+def host_plan(pool: torch.Tensor, batch: ForwardBatch) -> ops.PagedPlan:
+    """Where `batch` reads and writes in a pool on the host."""
+    return ops.PagedPlan(
+        pool,
+        slots=batch.slots,
+        query_starts=batch.query_start_list,
+        context_lens=batch.context_len_list,
+        block_tables=batch.block_tables,
+    )
+
+
 class PagedCache:
     """One forward pass over a batch. Made for it, used once, in one thread; lends the pool, owns nothing.
 
     Args:
-        pool: `[num_blocks, num_layers, 2, kv_heads, block_size, head_dim]`.
-        batch: what is computed.
-        on_layer: called with the index of each layer whose K and V have been written, before its attention.
+        plan: of the batch.
+        on_layer: called with the index of each layer whose K and V have been written, before its attention; on a GPU,
+            once that is enqueued.
     """
 
-    def __init__(self, pool: torch.Tensor, batch: ForwardBatch, *, on_layer: Callable[[int], None] | None) -> None:
-        self.plan = ops.PagedPlan(
-            pool,
-            slots=batch.slots,
-            query_starts=batch.query_start_list,
-            context_lens=batch.context_len_list,
-            block_tables=batch.block_tables,
-        )
-        self._expected = (1, pool.shape[3], batch.num_tokens, pool.shape[5])
-        self._num_layers = pool.shape[1]
+    def __init__(self, plan: ops.Plan, *, on_layer: Callable[[int], None] | None) -> None:
+        self.plan = plan
+        _, self._num_layers, _, kv_heads, _, head_dim = plan.pool.shape
+        self._expected = (1, kv_heads, plan.slots.shape[0], head_dim)
         self._on_layer = on_layer
         self.num_written = 0
 

@@ -1,12 +1,14 @@
 """What any model computes with: KV writes, paged attention, the choice of tokens, each by what is quickest here.
 
-On a CPU that is the compiled kernels where they are, else torch. Whole batches compiled for a CPU are
-`cpu_decoder.py`, a GPU's kernels `triton_*.py`. `reference.py` says what the results of all of them must be.
+Attention on a CPU is the compiled kernels' where they are, else torch's; on a GPU, Triton's: the plan of a batch
+decides. So with the choice of tokens, by where the logits are. Whole batches compiled for a CPU are `cpu_decoder.py`.
+`reference.py` says what the results of all of them must be.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -16,11 +18,59 @@ from kernels.paged_plan import PagedPlan as PagedPlan
 from kernels.token_choice import RankedTokens as RankedTokens
 from kernels.token_choice import TokenChoice as TokenChoice
 
+if TYPE_CHECKING:
+    from kernels.triton_attention import TritonPlan
+
+    Plan: TypeAlias = PagedPlan | TritonPlan
+
 # ----------------------------------------------------------------------------------------------------------- paged KV
 
 
-def write_kv(plan: PagedPlan, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
+def gpu_plan(
+    pool: torch.Tensor,
+    *,
+    slots: torch.Tensor,
+    query_starts: Sequence[int],
+    context_lens: Sequence[int],
+    block_tables: torch.Tensor,
+) -> TritonPlan:
+    """What PagedPlan is, for a pool on a GPU: Triton's kernels compute with it. See TritonPlan."""
+    from kernels.triton_attention import TritonPlan  # Triton is there only where a GPU is.
+
+    return TritonPlan(
+        pool, slots=slots, query_starts=query_starts, context_lens=context_lens, block_tables=block_tables
+    )
+
+
+def gpu_decode_plan(
+    pool: torch.Tensor,
+    *,
+    slots: torch.Tensor,
+    query_starts: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_tables: torch.Tensor,
+    longest: int,
+) -> TritonPlan:
+    """A plan of one token per sequence whose numbers may change, for CUDA graphs. See TritonPlan.for_decode."""
+    from kernels.triton_attention import TritonPlan
+
+    return TritonPlan.for_decode(
+        pool,
+        slots=slots,
+        query_starts=query_starts,
+        context_lens=context_lens,
+        block_tables=block_tables,
+        longest=longest,
+    )
+
+
+def write_kv(plan: Plan, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:
     """Put the new tokens' K and V, `[kv_heads, T, head_dim]` each, into their slots of one layer."""
+    if not isinstance(plan, PagedPlan):
+        from kernels import triton_attention
+
+        triton_attention.write_kv(plan, layer, key, value)
+        return
     head_dim = plan.pool.shape[5]
     rows = plan.layer_rows(layer, head_dim)
     rows.index_copy_(0, plan.key_rows, key.reshape(-1, head_dim).to(rows.dtype))
@@ -28,7 +78,7 @@ def write_kv(plan: PagedPlan, layer: int, key: torch.Tensor, value: torch.Tensor
 
 
 def paged_attention(
-    plan: PagedPlan,
+    plan: Plan,
     layer: int,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -60,6 +110,12 @@ def paged_attention(
     Returns:
         [T, heads, head_dim]
     """
+    if not isinstance(plan, PagedPlan):
+        from kernels import triton_attention
+
+        return triton_attention.paged_attention(
+            plan, layer, query, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
+        )
     library = load_library() if plan.pool.device.type == "cpu" else None
     if library is not None and cpu_operations.can_attend(plan.pool):
         return cpu_operations.paged_attention(
