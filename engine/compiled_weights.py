@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers.pytorch_utils import Conv1D
 
+from engine.available_memory import available_bytes
 from kernels.cpu_library import CpuLibrary
 from kernels.cpu_weights import cpu_weight
 
@@ -31,9 +32,12 @@ def compile_weights(model: Any, library: CpuLibrary, *, num_threads: int) -> Cal
         What takes the change back.
 
     Raises:
-        ValueError: a weight's dtype is not supported; nothing was changed.
+        ValueError: a weight's dtype is not supported, or there is no memory for the copies; nothing was changed.
     """
     before = list(_parameters(model))
+    copied = sum(parameter.nbytes for module, _, parameter in before if _is_turned(module, parameter))
+    if copied > (available := available_bytes()):
+        raise ValueError(f"a copy of {copied} bytes of weights does not fit into {available} bytes of memory")
     changed: dict[int, torch.nn.Parameter] = {}  # by the identity of the old one: tied weights stay tied
     for module, _, parameter in before:
         if id(parameter) not in changed:
@@ -59,12 +63,19 @@ def _parameters(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, 
                 yield module, name, parameter
 
 
+def _is_turned(module: torch.nn.Module, parameter: torch.nn.Parameter) -> bool:
+    """Whether it is multiplied from the left. What gpt-oss calls so is its experts; its biases are [experts, rows]."""
+    if isinstance(module, Conv1D):
+        return parameter.ndim == 2
+    return parameter.ndim == 3 and bool(getattr(module, "is_transposed", False))
+
+
 def _compiled(
     module: torch.nn.Module, parameter: torch.nn.Parameter, library: CpuLibrary, num_threads: int
 ) -> torch.nn.Parameter:
     data = parameter.data
     if data.ndim < 2:
         return torch.nn.Parameter(data.float(), requires_grad=False)
-    if isinstance(module, Conv1D) or (data.ndim == 3 and getattr(module, "is_transposed", False)):
+    if _is_turned(module, parameter):
         data = data.transpose(-1, -2).contiguous().transpose(-1, -2)
     return torch.nn.Parameter(cpu_weight(library, data, num_threads=num_threads), requires_grad=False)

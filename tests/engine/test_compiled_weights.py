@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine import model_runner
+from engine import compiled_weights, model_runner
 from engine.compiled_weights import compile_weights
 from engine.config import EngineConfig
 from engine.forward_batch import SequenceSlice, build_batch
@@ -123,6 +123,18 @@ def test_the_change_can_be_taken_back(name: str) -> None:
     take_back()
     assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
     assert torch.equal(logits_of(model), before)
+
+
+def test_copies_that_do_not_fit_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = load_library()
+    assert library is not None
+    monkeypatch.setattr(compiled_weights, "available_bytes", lambda: 1000)
+    compile_weights(random_model("phi3"), library, num_threads=1)  # copies nothing
+    model = random_model("gpt2")
+    parameters = dict(model.named_parameters())
+    with pytest.raises(ValueError, match="1000 bytes of memory"):
+        compile_weights(model, library, num_threads=1)
+    assert all(parameter is parameters[name] for name, parameter in model.named_parameters())
 
 
 def test_products_that_come_out_otherwise_are_not_used(
