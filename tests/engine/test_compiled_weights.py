@@ -21,7 +21,7 @@ from kernels.cpu_library import load_library
 from tests.engine.tiny_checkpoints import VOCABULARY, logits_of, random_model, save_folder
 
 BLOCK = 4
-EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 SLIDES = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 16}
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {**SLIDES, "query_pre_attn_scalar": 7},
@@ -29,8 +29,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "mixtral": EXPERTS,
     "gpt_oss": {**SLIDES, **EXPERTS},
-    # Widths are multiples of 32: torch computes the sigmoid of what is left over from whole vectors otherwise.
-    "glm4_moe": {**EXPERTS, "head_dim": 16, "n_routed_experts": 32, "first_k_dense_replace": 1},
+    # Widths are multiples of 64: torch computes the sigmoid of what is left over from whole vectors otherwise.
+    "glm4_moe": {**EXPERTS, "num_local_experts": 64, "head_dim": 16, "first_k_dense_replace": 1},
 }
 
 pytestmark = pytest.mark.skipif(load_library() is None, reason="the CPU kernels were not compiled for this processor")
