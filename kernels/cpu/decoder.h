@@ -54,7 +54,7 @@ class Pass {
 
    private:
     float* own(int member) const { return own_ + member * own_size_; }
-    Panel panel(int member, int64_t depth) const { return Panel(own(member), depth); }
+    Panel panel(int member, int64_t num_tokens, int64_t depth) const { return Panel(own(member), num_tokens, depth); }
     float* attention_room(int member) const { return own(member) + panel_size_; }
 
     void embed() {
@@ -117,7 +117,7 @@ class Pass {
                                    {layer.value, keys, layer.value_bias}};
         const int64_t places[] = {0, queries, queries + keys};
         const Parts<3> parts(matrices, tokens_, shape_.hidden);
-        Panel panel = this->panel(member, shape_.hidden);
+        Panel panel = this->panel(member, tokens_, shape_.hidden);
         team_.share(parts.count(), [&](int64_t task) {
             const Part part = parts[task];
             float* to = projections_ + places[part.matrix];
@@ -188,7 +188,7 @@ class Pass {
     void add_product(int member, const Matrix& matrix, const float* tokens, int64_t stride, int64_t depth) {
         const Matrix matrices[] = {matrix};
         const Parts<1> parts(matrices, tokens_, depth);
-        Panel panel = this->panel(member, depth);
+        Panel panel = this->panel(member, tokens_, depth);
         team_.share(parts.count(), [&](int64_t task) {
             multiply<Weight>(matrix, depth, tokens, stride, parts[task], panel,
                              [&](int64_t token, int64_t row, Floats4 values, int count) {
@@ -204,7 +204,7 @@ class Pass {
         const Matrix matrices[] = {{layer.gate, shape_.intermediate, layer.gate_bias}};
         const Matrix up{layer.up, shape_.intermediate, layer.up_bias};
         const Parts<1> parts(matrices, tokens_, shape_.hidden);
-        Panel panel = this->panel(member, shape_.hidden);
+        Panel panel = this->panel(member, tokens_, shape_.hidden);
         team_.share(parts.count(), [&](int64_t task) {
             const Part part = parts[task];
             for (auto [matrix, to] : {std::pair{&matrices[0], gate_}, std::pair{&up, up_}}) {
@@ -235,7 +235,7 @@ class Pass {
         team_.barrier();
         const Matrix matrices[] = {{shape_.head, shape_.vocabulary, shape_.head_bias}};
         const Parts<1> parts(matrices, batch_.num_logits, shape_.hidden);
-        Panel panel = this->panel(member, shape_.hidden);
+        Panel panel = this->panel(member, batch_.num_logits, shape_.hidden);
         team_.share(parts.count(), [&](int64_t task) {
             multiply<Weight>(matrices[0], shape_.hidden, normed_, hidden_, parts[task], panel,
                              [&](int64_t token, int64_t row, Floats4 values, int count) {

@@ -122,7 +122,7 @@ void multiply_all(const ProductCall& call, int num_threads) {
     const Parts<1> parts(matrices, call.num_tokens, call.depth);
     team.run([&](int member) {
         const TileScope tiles;
-        Panel own(panels + member * panel, call.depth);
+        Panel own(panels + member * panel, call.num_tokens, call.depth);
         team.share(call.num_tokens, [&](int64_t t) {
             std::copy_n(call.tokens + t * call.depth, call.depth, tokens + t * stride);
             std::fill(tokens + t * stride + call.depth, tokens + (t + 1) * stride, 0.0f);

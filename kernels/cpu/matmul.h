@@ -3,7 +3,8 @@
 //
 // Each result is summed in one vector, over the depth in order, and folded in one way. So it has the same bits whatever
 // the number of tokens, the tile it falls into and the thread that computes it. Weights of 16 bits are widened in
-// registers or, for many tokens, once into a panel that stays in the cache.
+// registers or, for many tokens, once into a panel that stays in the cache; where not all of the depth fits there, a sum
+// is put aside as it is and goes on later.
 #pragma once
 
 #include <algorithm>
@@ -24,7 +25,16 @@ constexpr int64_t kTokenBlockStep = kHasTiles ? 2 * kTile : kTileTokens * 4;
 
 constexpr int64_t kAheadBytes = 8 * 1024;                // of weights that are fetched beyond the next tile
 
-static_assert(kTaskRows % kTileRows == 0);
+constexpr int64_t kPanelRows = 2 * kTileRows;            // of weights, that stay in the first-level cache
+constexpr int64_t kPanelDepth = 640;                     // and how much of their depth at most
+
+static_assert(kTaskRows % kPanelRows == 0 && kPanelDepth % kLanes == 0);
+
+// The depth is cut into so few parts of at most kPanelDepth, all but the last of one size.
+inline int64_t depth_block(int64_t depth) {
+    const int64_t parts = (depth + kPanelDepth - 1) / kPanelDepth;
+    return round_up((depth + parts - 1) / parts, kLanes);
+}
 
 // Asks for the weights that come after this tile's, line by line at the pace at which the tile is read. Memory then sees
 // one long run instead of a few short ones side by side, which its own prefetching follows only half as fast.
@@ -46,16 +56,26 @@ class Ahead {
 // Where a tile's weights come from. From memory they can be kept, widened, in a panel that other tiles then read.
 enum class From { kMemory, kMemoryToPanel, kPanel };
 
+// What a tile has summed up over the depth before, or is to hand on; null where it begins with zeros, or ends.
+struct Partial {
+    const Floats* before = nullptr;  // [tokens, kTileRows]
+    Floats* after = nullptr;
+};
+
 // Dot products of kTileRows rows of weights with TOKENS tokens: for each token, four rows. Activations are padded with
-// zeros to whole vectors, and so are the rows of a panel; weights are not read past their depth.
+// zeros to whole vectors, and so are the rows of a panel; weights are not read past their depth. With partial.after set,
+// there is no result yet.
 template <int TOKENS, From FROM, class Weight>
 inline void dot_tile(const Weight* weights, int64_t weight_stride, const float* tokens, int64_t token_stride,
-                     int64_t depth, float* panel, Floats4 (&result)[TOKENS]) {
-    Floats totals[TOKENS][kTileRows] = {};
+                     int64_t depth, float* panel, const Partial& partial, Floats4 (&result)[TOKENS]) {
+    Floats totals[TOKENS][kTileRows];
+    for (int i = 0; i < TOKENS * kTileRows; ++i) {
+        totals[i / kTileRows][i % kTileRows] = partial.before != nullptr ? partial.before[i] : Floats{};
+    }
     const int64_t whole = depth / kLanes * kLanes, panel_stride = round_up(depth, kLanes);
     Ahead ahead(weights, kTileRows * weight_stride * sizeof(Weight));
     for (int64_t k = 0; k < whole; k += kLanes) {
-        if constexpr (FROM != From::kPanel) ahead.fetch(kTileRows * kLanes * sizeof(Weight));
+        if constexpr (FROM == From::kMemory) ahead.fetch(kTileRows * kLanes * sizeof(Weight));
         Floats activations[TOKENS];
         for (int t = 0; t < TOKENS; ++t) activations[t] = load(tokens + t * token_stride + k);
         for (int r = 0; r < kTileRows; ++r) {
@@ -71,22 +91,84 @@ inline void dot_tile(const Weight* weights, int64_t weight_stride, const float* 
             for (int t = 0; t < TOKENS; ++t) totals[t][r] += weight * load(tokens + t * token_stride + whole);
         }
     }
-    for (int t = 0; t < TOKENS; ++t) result[t] = sums(totals[t][0], totals[t][1], totals[t][2], totals[t][3]);
+    if (partial.after != nullptr) {
+        for (int i = 0; i < TOKENS * kTileRows; ++i) partial.after[i] = totals[i / kTileRows][i % kTileRows];
+    } else {
+        for (int t = 0; t < TOKENS; ++t) result[t] = sums(totals[t][0], totals[t][1], totals[t][2], totals[t][3]);
+    }
 }
 
-// A tile of `count` tokens, at most TOKENS.
+// A tile of `count` tokens, at most TOKENS. `sink(token, values)` takes four rows of one token.
 template <int TOKENS, From FROM, class Weight, class Sink>
 inline void tile(int64_t count, const Weight* weights, int64_t weight_stride, const float* tokens, int64_t token_stride,
-                 int64_t depth, float* panel, const Sink& sink) {
+                 int64_t depth, float* panel, const Partial& partial, const Sink& sink) {
     if constexpr (TOKENS > 1) {
         if (count < TOKENS) {
-            tile<TOKENS - 1, FROM>(count, weights, weight_stride, tokens, token_stride, depth, panel, sink);
+            tile<TOKENS - 1, FROM>(count, weights, weight_stride, tokens, token_stride, depth, panel, partial, sink);
             return;
         }
     }
     Floats4 result[TOKENS];
-    dot_tile<TOKENS, FROM>(weights, weight_stride, tokens, token_stride, depth, panel, result);
+    dot_tile<TOKENS, FROM>(weights, weight_stride, tokens, token_stride, depth, panel, partial, result);
+    if (partial.after != nullptr) return;
     for (int t = 0; t < TOKENS; ++t) sink(t, result[t]);
+}
+
+// Four rows, from `row` on, of weights [num_rows, depth] as a panel: rows that are not there are zeros.
+template <class Weight>
+inline void widen_rows(const Weight* weights, int64_t num_rows, int64_t depth, int64_t row, int64_t first_depth,
+                       int64_t count, float* panel) {
+    const int64_t padded = round_up(count, kLanes);
+    for (int64_t r = 0; r < kTileRows; ++r) {
+        const Weight* from = weights + (row + r) * depth + first_depth;
+        for (int64_t k = 0; k < padded; k += kLanes) {
+            const int64_t there = row + r < num_rows ? std::clamp<int64_t>(count - k, 0, kLanes) : 0;
+            store(panel + r * padded + k, load_first(from + k, there));
+        }
+    }
+}
+
+// As multiply, for more tokens than a tile has: a few rows, and so much of their depth as stays in the first-level cache
+// beside a tile of tokens, meet all tokens before the next ones are read.
+template <class Weight, class Sink>
+void multiply_by_panels(const Weight* weights, int64_t num_rows, int64_t depth, const float* tokens, int64_t token_stride,
+                        int64_t first_token, int64_t last_token, int64_t first_row, int64_t last_row, float* panel,
+                        const Sink& sink) {
+    const int64_t step = depth_block(depth);
+    Floats* partials = reinterpret_cast<Floats*>(panel + kPanelRows * step);
+    for (int64_t group = first_row; group < last_row; group += kPanelRows) {
+        for (int64_t from = 0; from < depth; from += step) {
+            const int64_t count = std::min(step, depth - from), padded = round_up(count, kLanes);
+            const bool is_first = from == 0, is_last = from + step >= depth;
+            // Memory has as long to bring the next rows as these take to meet the tokens: a few lines before each tile.
+            const char* next = reinterpret_cast<const char*>(weights + (group + kPanelRows) * depth + from * kPanelRows);
+            const char* const end = next + count * kPanelRows * sizeof(Weight);
+            const int64_t tiles = kPanelRows / kTileRows * ((last_token - first_token - 1) / kTileTokens);
+            const int64_t share = round_up((end - next + tiles - 1) / tiles, 64);
+            for (int64_t token = first_token; token < last_token;) {
+                // Never one token alone behind others: it would wait for its own sums.
+                const int64_t rest = last_token - token;
+                const int64_t taken = rest == kTileTokens + 1 ? (rest + 1) / 2 : std::min<int64_t>(rest, kTileTokens);
+                const float* activations = tokens + token * token_stride + from;
+                for (int64_t row = group; row < std::min(group + kPanelRows, last_row); row += kTileRows) {
+                    float* mine = panel + (row - group) * padded;
+                    Floats* place = partials + (token - first_token) * kPanelRows + (row - group) * taken;
+                    const Partial partial{is_first ? nullptr : place, is_last ? nullptr : place};
+                    auto put = [&](int64_t t, Floats4 values) { sink(token + t, row, values); };
+                    if (token == first_token && row + kTileRows <= num_rows) {
+                        tile<kTileTokens, From::kMemoryToPanel>(taken, weights + row * depth + from, depth, activations,
+                                                                token_stride, count, mine, partial, put);
+                        continue;
+                    }
+                    for (const char* stop = std::min(next + share, end); next < stop; next += 64) __builtin_prefetch(next, 0, 2);
+                    if (token == first_token) widen_rows(weights, num_rows, depth, row, from, count, mine);
+                    tile<kTileTokens, From::kPanel>(taken, mine, padded, activations, token_stride, padded, nullptr,
+                                                    partial, put);
+                }
+                token += taken;
+            }
+        }
+    }
 }
 
 // Rows [first_row, last_row) of weights with tokens [first_token, last_token). `sink(token, row, values)` takes four
@@ -95,33 +177,22 @@ template <class Weight, class Sink>
 void multiply(const Weight* weights, int64_t num_rows, int64_t depth, const float* tokens, int64_t token_stride,
               int64_t first_token, int64_t last_token, int64_t first_row, int64_t last_row, float* panel,
               const Sink& sink) {
-    const int64_t padded = round_up(depth, kLanes), count = last_token - first_token;
+    const int64_t count = last_token - first_token;
+    if (count > kTileTokens) {
+        multiply_by_panels(weights, num_rows, depth, tokens, token_stride, first_token, last_token, first_row, last_row,
+                           panel, sink);
+        return;
+    }
+    const float* activations = tokens + first_token * token_stride;
+    const int64_t padded = round_up(depth, kLanes);
     for (int64_t row = first_row; row < last_row; row += kTileRows) {
-        const Weight* from = weights + row * depth;
-        int64_t token = first_token;
-        if (row + kTileRows > num_rows) {
-            // Fewer rows than a tile has: the others are zeros.
-            for (int64_t r = 0; r < kTileRows; ++r) {
-                float* to = panel + r * padded;
-                for (int64_t k = 0; k < padded; k += kLanes) {
-                    const int64_t there = row + r < num_rows ? std::clamp<int64_t>(depth - k, 0, kLanes) : 0;
-                    store(to + k, load_first(from + r * depth + k, there));
-                }
-            }
-        } else if (count <= kTileTokens) {
-            tile<kTileTokens, From::kMemory>(count, from, depth, tokens + token * token_stride, token_stride, depth, nullptr,
-                                             [&](int64_t t, Floats4 values) { sink(token + t, row, values); });
-            continue;
+        auto put = [&](int64_t t, Floats4 values) { sink(first_token + t, row, values); };
+        if (row + kTileRows <= num_rows) {
+            tile<kTileTokens, From::kMemory>(count, weights + row * depth, depth, activations, token_stride, depth, nullptr,
+                                             {}, put);
         } else {
-            tile<kTileTokens, From::kMemoryToPanel>(
-                count, from, depth, tokens + token * token_stride, token_stride, depth, panel,
-                [&](int64_t t, Floats4 values) { sink(token + t, row, values); });
-            token += kTileTokens;
-        }
-        for (; token < last_token; token += kTileTokens) {
-            tile<kTileTokens, From::kPanel>(last_token - token, panel, padded, tokens + token * token_stride,
-                                            token_stride, padded, nullptr,
-                                            [&](int64_t t, Floats4 values) { sink(token + t, row, values); });
+            widen_rows(weights, num_rows, depth, row, 0, depth, panel);
+            tile<kTileTokens, From::kPanel>(count, panel, padded, activations, token_stride, padded, nullptr, {}, put);
         }
     }
 }
@@ -137,21 +208,26 @@ class Panel {
    public:
     static int64_t floats(int64_t num_tokens, int64_t depth) {
         int64_t packed = kHasTiles ? round_up(token_block(num_tokens, depth), kTile) * round_up(depth, kTileDepth) / 2 : 0;
-        return kTileRows * round_up(depth, kLanes) + packed + (kHasTiles ? kResults : 0);
+        return weights_floats(num_tokens, depth) + packed + (kHasTiles ? kResults : 0);
     }
 
-    Panel(float* memory, int64_t depth)
+    Panel(float* memory, int64_t num_tokens, int64_t depth)
         : weights(memory),
-          results(memory + kTileRows * round_up(depth, kLanes)),
+          results(memory + weights_floats(num_tokens, depth)),
           packed(reinterpret_cast<uint32_t*>(results + (kHasTiles ? kResults : 0))) {}
 
-    float* weights;    // [kTileRows, padded depth], widened
+    float* weights;    // widened, and sums that are not complete
     float* results;    // [2, 2, kTile, kTile], of tiles
     uint32_t* packed;  // [token tiles, depth / 2, kTile]
     int64_t first_packed = -1;
 
    private:
     static constexpr int64_t kResults = 4 * kTile * kTile;
+
+    static int64_t weights_floats(int64_t num_tokens, int64_t depth) {
+        const int64_t sums = kPanelRows * kLanes * token_block(num_tokens, depth);
+        return round_up(std::max(kTileRows * round_up(depth, kLanes), kPanelRows * depth_block(depth) + sums), 16);
+    }
 };
 
 struct Matrix {
