@@ -197,10 +197,11 @@ void multiply(const Weight* weights, int64_t num_rows, int64_t depth, const floa
     }
 }
 
-// Tokens of one block: as many as stay in the second-level cache.
+// Tokens of one block: in as few as stay in the second-level cache, all but the last of about one size.
 inline int64_t token_block(int64_t num_tokens, int64_t depth) {
-    int64_t fitting = kTokenBlockBytes / (4 * depth) / kTokenBlockStep * kTokenBlockStep;
-    return std::min(num_tokens, std::max(fitting, 2 * kTokenBlockStep));
+    const int64_t fitting = kTokenBlockBytes / (4 * depth) / kTokenBlockStep * kTokenBlockStep;
+    const int64_t most = std::max(fitting, 2 * kTokenBlockStep), blocks = std::max((num_tokens + most - 1) / most, int64_t{1});
+    return std::min(num_tokens, round_up((num_tokens + blocks - 1) / blocks, kTokenBlockStep));
 }
 
 // Room for one member. A new one for each product: it remembers which tokens it holds packed.
