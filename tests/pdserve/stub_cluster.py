@@ -28,7 +28,7 @@ def main(journal: str, port: str, *extra: str) -> int:
         redis=private_redis.redis_command(runtime.path),
         prefill=[role("prefill-0")],
         decode=[role("decode-0"), role("decode-1")],
-        router=role("router", "--port", port, "--nodes", "prefill-0,decode-0,decode-1"),
+        router=role("router", "--port", port),
         node_environment=environment,
         router_environment=environment,
         url=f"http://127.0.0.1:{port}",

@@ -1,6 +1,6 @@
 """Stands in for a role in tests of the launcher: notes its start and stop in a file, and answers like a router.
 
-`stub_role.py NAME JOURNAL [--port PORT --nodes NAME,NAME] [--fail CODE] [--deaf]`
+`stub_role.py NAME JOURNAL [--port PORT] [--fail CODE] [--deaf]`
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ def main() -> int:
     parser.add_argument("name")
     parser.add_argument("journal", type=Path)
     parser.add_argument("--port", type=int)
-    parser.add_argument("--nodes", default="")
     parser.add_argument("--fail", type=int)
     parser.add_argument("--deaf", action="store_true")
     arguments = parser.parse_args()
@@ -43,8 +42,9 @@ def main() -> int:
     if arguments.fail is not None:
         print(f"{arguments.name} cannot work.", file=sys.stderr)
         return int(arguments.fail)
+    note("up")
     if arguments.port is not None:
-        server = ThreadingHTTPServer(("127.0.0.1", arguments.port), make_handler(arguments.nodes.split(",")))
+        server = ThreadingHTTPServer(("127.0.0.1", arguments.port), make_handler(arguments.journal))
         threading.Thread(target=server.serve_forever, daemon=True).start()
     signal.sigwait({stop})
     time.sleep(0.1)
@@ -52,10 +52,12 @@ def main() -> int:
     return 0
 
 
-def make_handler(nodes: list[str]) -> type[BaseHTTPRequestHandler]:
+def make_handler(journal: Path) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.answer({"nodes": [{"id": node, "state": "ready"} for node in nodes]})
+            lines = journal.read_text(encoding="utf-8").splitlines()
+            up = [line.split()[1] for line in lines if line.startswith("up ")]
+            self.answer({"nodes": [{"id": node, "state": "ready"} for node in up]})
 
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
