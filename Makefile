@@ -24,17 +24,15 @@ SERVE_FLAGS = $(if $(MODEL),"$$MODEL") $(if $(PORT),--port "$$PORT") \
 serve: $(VENV)/.installed
 	@exec $(VENV)/bin/pdserve serve $(SERVE_FLAGS) $(ARGS)
 
-# Tests that start whole clusters come after those that compute, and those that break clusters come last and one by one:
-# within seconds a node that gets no time is taken for dead. TESTS=... runs those alone.
-CLUSTER_TESTS := tests/api tests/e2e tests/pdserve
-FAULT_TESTS := tests/deploy tests/faults
+# Tests that start whole clusters need both cores for themselves and come last, one by one: two at a time took as long. A
+# node that gets no time for seconds is taken for dead. TESTS=... runs those alone.
+CLUSTER_TESTS := tests/api tests/deploy tests/e2e tests/faults tests/pdserve
 TESTS ?=
 
 test: $(VENV)/.installed-test check
 ifeq ($(TESTS),)
-	$(VENV)/bin/python -m pytest $(PYTEST_ARGS) -n 2 --dist loadfile $(patsubst %,--ignore=%,$(CLUSTER_TESTS) $(FAULT_TESTS))
-	$(VENV)/bin/python -m pytest $(PYTEST_ARGS) -n 2 --dist loadfile $(CLUSTER_TESTS)
-	$(VENV)/bin/python -m pytest $(PYTEST_ARGS) $(FAULT_TESTS)
+	$(VENV)/bin/python -m pytest $(PYTEST_ARGS) -n 2 --dist loadfile $(CLUSTER_TESTS:%=--ignore=%)
+	$(VENV)/bin/python -m pytest $(PYTEST_ARGS) $(CLUSTER_TESTS)
 else
 	$(VENV)/bin/python -m pytest $(PYTEST_ARGS) $(TESTS)
 endif

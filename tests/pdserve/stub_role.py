@@ -15,6 +15,8 @@ import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import psutil
+
 from pdserve import tether
 
 tether.follow_parent_from_environment()
@@ -55,9 +57,9 @@ def main() -> int:
 def make_handler(journal: Path) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            lines = journal.read_text(encoding="utf-8").splitlines()
-            up = [line.split()[1] for line in lines if line.startswith("up ")]
-            self.answer({"nodes": [{"id": node, "state": "ready"} for node in up]})
+            lines = [line.split() for line in journal.read_text(encoding="utf-8").splitlines()]
+            up = {name for event, name, pid in lines if event == "up" and psutil.pid_exists(int(pid))}
+            self.answer({"nodes": [{"id": name, "state": "ready"} for name in up]})
 
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 class StubCluster:
     """A launcher process under test."""
 
-    def __init__(self, folder: Path, *flags: str) -> None:
+    def __init__(self, folder: Path, runtimes: Path, *flags: str) -> None:
         self.journal = folder / "journal"
         self.port = choose_free_ports(1)[0]
         self.errors = folder / "stderr"
@@ -38,7 +39,7 @@ class StubCluster:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
-                env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(folder)},
+                env=os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(runtimes)},
             )
         self.runtime = Path(self.read_line().removeprefix("runtime: "))
         self.seen: dict[int, psutil.Process] = {}
@@ -87,16 +88,18 @@ def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 10.0) 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., StubCluster]]:
     clusters: list[StubCluster] = []
+    # A short path of its own: launchers of other tests would sweep what a killed one leaves in a common one.
+    with tempfile.TemporaryDirectory(prefix="stubs-", dir="/tmp") as runtimes:
 
-    def start_one(*flags: str) -> StubCluster:
-        clusters.append(StubCluster(tmp_path, *flags))
-        return clusters[-1]
+        def start_one(*flags: str) -> StubCluster:
+            clusters.append(StubCluster(tmp_path, Path(runtimes), *flags))
+            return clusters[-1]
 
-    yield start_one
-    for cluster in clusters:
-        if cluster.process.poll() is None:
-            cluster.process.kill()
-        cluster.process.communicate()
+        yield start_one
+        for cluster in clusters:
+            if cluster.process.poll() is None:
+                cluster.process.kill()
+            cluster.process.communicate()
 
 
 @pytest.mark.e2e
