@@ -137,7 +137,7 @@ class CudaRunner:
 
     def run_eagerly(self, batch: ForwardBatch, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """Without a graph."""
-        plan = ops.gpu_plan(
+        plan = ops.gpu_plans()(
             self.pool,
             slots=batch.slots.to(self._device, non_blocking=True),
             query_starts=batch.query_start_list,
@@ -332,7 +332,7 @@ class _DecodeGraphs:
         return graphs
 
     def _forward(self, size: int, longest: int) -> torch.Tensor:
-        plan = ops.gpu_decode_plan(
+        plan = ops.gpu_plans().for_decode(
             self._runner.pool,
             slots=self._slots[:size],
             query_starts=self._starts[: size + 1],

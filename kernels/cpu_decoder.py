@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.cpu_library import ELEMENT_TYPES, STATUS, CpuLibrary
+from kernels.cpu_library import ELEMENT_TYPES, CpuLibrary, check_status
 
 _ON_LAYER = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 
@@ -269,7 +269,5 @@ class CpuDecoder:
             _ON_LAYER() if on_layer is None else _ON_LAYER(on_layer),
         )
         status = self._library.decoder_forward(self._handle, ctypes.byref(batch))
-        if status != 0:
-            kind, words = STATUS[status]
-            raise kind(words)
+        check_status(status)
         return logits

@@ -28,7 +28,7 @@ SETTING = "PDSERVE_CPU_KERNELS"
 INTERFACE_VERSION = 2
 """Must equal kInterfaceVersion of kernels/cpu/interface.h."""
 
-STATUS: dict[int, tuple[type[Exception], str]] = {
+_STATUS: dict[int, tuple[type[Exception], str]] = {
     1: (MemoryError, "no memory for the CPU kernels to work in"),
     2: (ValueError, "a token, position, slot or block is out of range"),
 }
@@ -79,6 +79,13 @@ class CpuLibrary:
             function = getattr(library, f"pdserve_{name}")
             function.restype, function.argtypes = result, arguments
             setattr(self, name, function)
+
+
+def check_status(status: int) -> None:
+    """Raise what an answer of the library means."""
+    if status != 0:
+        kind, words = _STATUS[status]
+        raise kind(words)
 
 
 def cpu_flags() -> frozenset[str]:

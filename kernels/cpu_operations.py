@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from kernels.cpu_library import ELEMENT_TYPES, STATUS, CpuLibrary
+from kernels.cpu_library import ELEMENT_TYPES, CpuLibrary, check_status
 
 
 class _AttentionCall(ctypes.Structure):
@@ -107,7 +107,7 @@ def paged_attention(
         scale,
         soft_cap or 0.0,
     )
-    _check(library.attention(ctypes.byref(call), num_threads))
+    check_status(library.attention(ctypes.byref(call), num_threads))
     return output.to(query.dtype)
 
 
@@ -133,11 +133,5 @@ def product(
         None if bias is None else bias.data_ptr(),
         output.data_ptr(),
     )
-    _check(library.product(ctypes.byref(call), num_threads))
+    check_status(library.product(ctypes.byref(call), num_threads))
     return output
-
-
-def _check(status: int) -> None:
-    if status != 0:
-        kind, words = STATUS[status]
-        raise kind(words)

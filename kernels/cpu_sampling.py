@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kernels.cpu_library import STATUS, CpuLibrary
+from kernels.cpu_library import CpuLibrary, check_status
 from kernels.token_choice import RankedTokens, TokenChoice
 from kernels.torch_sampling import ranked
 
@@ -57,7 +57,7 @@ def choose(
         if entry.scale:
             first, second = choice.key
             entry.noise_key = first << 32 | second
-    _check(library.choose_tokens(given, len(rows), vocab_size, num_threads))
+    check_status(library.choose_tokens(given, len(rows), vocab_size, num_threads))
     return [entry.token for entry in given]
 
 
@@ -84,7 +84,7 @@ def rank(
         entry.top_tokens = ctypes.addressof(top_tokens) + first * ctypes.sizeof(ctypes.c_int64)
         entry.top_logits = ctypes.addressof(top_logits) + first * ctypes.sizeof(ctypes.c_float)
         first += count
-    _check(library.rank_tokens(given, len(rows), vocab_size, num_threads))
+    check_status(library.rank_tokens(given, len(rows), vocab_size, num_threads))
     results: list[RankedTokens | None] = []
     first = 0
     for entry, count in zip(given, counts, strict=True):
@@ -101,9 +101,3 @@ def _vocab_size_of(rows: Sequence[torch.Tensor]) -> int:
         if row.dtype != torch.float32 or row.shape != (vocab_size,) or not row.is_contiguous():
             raise ValueError(f"a row of logits is {row.dtype} {list(row.shape)}, not contiguous float32 [{vocab_size}]")
     return vocab_size
-
-
-def _check(status: int) -> None:
-    if status != 0:
-        kind, words = STATUS[status]
-        raise kind(words)

@@ -26,42 +26,11 @@ if TYPE_CHECKING:
 # ----------------------------------------------------------------------------------------------------------- paged KV
 
 
-def gpu_plan(
-    pool: torch.Tensor,
-    *,
-    slots: torch.Tensor,
-    query_starts: Sequence[int],
-    context_lens: Sequence[int],
-    block_tables: torch.Tensor,
-) -> TritonPlan:
-    """What PagedPlan is, for a pool on a GPU: Triton's kernels compute with it. See TritonPlan."""
+def gpu_plans() -> type[TritonPlan]:
+    """What PagedPlan is, for a pool on a GPU: Triton's kernels compute with it."""
     from kernels.triton_attention import TritonPlan  # Triton is there only where a GPU is.
 
-    return TritonPlan(
-        pool, slots=slots, query_starts=query_starts, context_lens=context_lens, block_tables=block_tables
-    )
-
-
-def gpu_decode_plan(
-    pool: torch.Tensor,
-    *,
-    slots: torch.Tensor,
-    query_starts: torch.Tensor,
-    context_lens: torch.Tensor,
-    block_tables: torch.Tensor,
-    longest: int,
-) -> TritonPlan:
-    """A plan of one token per sequence whose numbers may change, for CUDA graphs. See TritonPlan.for_decode."""
-    from kernels.triton_attention import TritonPlan
-
-    return TritonPlan.for_decode(
-        pool,
-        slots=slots,
-        query_starts=query_starts,
-        context_lens=context_lens,
-        block_tables=block_tables,
-        longest=longest,
-    )
+    return TritonPlan
 
 
 def write_kv(plan: Plan, layer: int, key: torch.Tensor, value: torch.Tensor) -> None:

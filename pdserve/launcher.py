@@ -277,11 +277,8 @@ class Launcher:
             print(f"pdserve: {failure}", file=sys.stderr, flush=True)
             return 1
         finally:
-            # More than once: a timeout that ends in the same turn can swallow a cancellation.
-            while unended := [task for task in (stopping, starting) if not task.done()]:
-                for task in unended:
-                    task.cancel()
-                await asyncio.wait(unended, timeout=0.5)
+            for task in (stopping, starting):
+                task.cancel()
             await asyncio.gather(stopping, starting, return_exceptions=True)
 
     async def _until(self, *tasks: asyncio.Task[Any]) -> None:

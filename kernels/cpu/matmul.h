@@ -197,18 +197,23 @@ void multiply(const Weight* weights, int64_t num_rows, int64_t depth, const floa
     }
 }
 
-// Tokens of one block: in as few as stay in the second-level cache, all but the last of about one size.
+// The most tokens that stay in the second-level cache.
+inline int64_t most_block_tokens(int64_t depth) {
+    return std::max(kTokenBlockBytes / (4 * depth) / kTokenBlockStep, int64_t{2}) * kTokenBlockStep;
+}
+
+// Tokens of one block: as few blocks as can be, all but the last of about one size.
 inline int64_t token_block(int64_t num_tokens, int64_t depth) {
-    const int64_t fitting = kTokenBlockBytes / (4 * depth) / kTokenBlockStep * kTokenBlockStep;
-    const int64_t most = std::max(fitting, 2 * kTokenBlockStep), blocks = std::max((num_tokens + most - 1) / most, int64_t{1});
+    const int64_t most = most_block_tokens(depth), blocks = std::max((num_tokens + most - 1) / most, int64_t{1});
     return std::min(num_tokens, round_up((num_tokens + blocks - 1) / blocks, kTokenBlockStep));
 }
 
 // Room for one member. A new one for each product: it remembers which tokens it holds packed.
 class Panel {
    public:
+    // Enough for fewer tokens, too, of which a block can have more.
     static int64_t floats(int64_t num_tokens, int64_t depth) {
-        int64_t packed = kHasTiles ? round_up(token_block(num_tokens, depth), kTile) * round_up(depth, kTileDepth) / 2 : 0;
+        int64_t packed = kHasTiles ? round_up(block_tokens(num_tokens, depth), kTile) * round_up(depth, kTileDepth) / 2 : 0;
         return weights_floats(num_tokens, depth) + packed + (kHasTiles ? kResults : 0);
     }
 
@@ -225,8 +230,10 @@ class Panel {
    private:
     static constexpr int64_t kResults = 4 * kTile * kTile;
 
+    static int64_t block_tokens(int64_t num_tokens, int64_t depth) { return std::min(num_tokens, most_block_tokens(depth)); }
+
     static int64_t weights_floats(int64_t num_tokens, int64_t depth) {
-        const int64_t sums = kPanelRows * kLanes * token_block(num_tokens, depth);
+        const int64_t sums = kPanelRows * kLanes * block_tokens(num_tokens, depth);
         return round_up(std::max(kTileRows * round_up(depth, kLanes), kPanelRows * depth_block(depth) + sums), 16);
     }
 };

@@ -9,19 +9,11 @@ import pytest
 import torch
 
 from kernels import reference
-from kernels.cpu_library import CpuLibrary, load_library
+from kernels.cpu_library import CpuLibrary
 from kernels.cpu_operations import paged_attention, product
 
 torch.set_num_threads(1)
 NAN = float("nan")
-
-
-@pytest.fixture(scope="module")
-def library() -> CpuLibrary:
-    loaded = load_library()
-    if loaded is None:
-        pytest.skip("the CPU kernels were not compiled for this processor")
-    return loaded
 
 
 def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -9,20 +9,12 @@ import pytest
 import torch
 
 from kernels import cpu_sampling, torch_sampling
-from kernels.cpu_library import CpuLibrary, load_library
+from kernels.cpu_library import CpuLibrary
 from kernels.token_choice import TokenChoice
 
 torch.set_num_threads(1)
 
 VOCABULARIES = [1, 5, 63, 64, 65, 500, 1003, 5000]
-
-
-@pytest.fixture(scope="module")
-def library() -> CpuLibrary:
-    loaded = load_library()
-    if loaded is None:
-        pytest.skip("the CPU kernels were not compiled for this processor")
-    return loaded
 
 
 def in_torch(rows: list[torch.Tensor], choices: list[TokenChoice]) -> list[int]:

@@ -8,19 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as functional
 
-from kernels.cpu_library import CpuLibrary, load_library
+from kernels.cpu_library import CpuLibrary
 from kernels.cpu_weights import CpuWeight, cpu_weight
 
 torch.set_num_threads(1)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-
-
-@pytest.fixture(scope="module")
-def library() -> CpuLibrary:
-    loaded = load_library()
-    if loaded is None:
-        pytest.skip("the CPU kernels were not compiled for this processor")
-    return loaded
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
