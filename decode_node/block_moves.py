@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from ctypes import c_int64
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,8 +40,8 @@ class MovesMade:
     failed: tuple[BlockMove, ...] = ()
 
 
-def make_moves(moves: Sequence[BlockMove], runner: Runner, on_move: Callable[[], None]) -> MovesMade:
-    """Make them in order. Blocks while it copies; `on_move` is called after each.
+def make_moves(moves: Sequence[BlockMove], runner: Runner, moves_done: c_int64) -> MovesMade:
+    """Make them in order. Blocks while it copies; `moves_done` is counted up after each.
 
     What can be computed again, or placed elsewhere, fails alone; a copy within the pool that fails raises.
     """
@@ -64,7 +65,7 @@ def make_moves(moves: Sequence[BlockMove], runner: Runner, on_move: Callable[[],
             else:
                 host_bytes += len(move.block_ids) * runner.layout.block_bytes
                 host_seconds += time.perf_counter() - started_s
-        on_move()
+        moves_done.value += 1
     return MovesMade(time.perf_counter() - begun_s, host_bytes, host_seconds, tuple(failed))
 
 

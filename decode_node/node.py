@@ -373,7 +373,7 @@ class DecodeNode:
         return decision
 
     def _run(self, decision: DecodeDecision) -> StepResult:
-        return run_step(decision, self._runner, self.step_loop.record_progress)
+        return run_step(decision, self._runner, self.step_loop.pieces_done)
 
     def _commit(self, decision: DecodeDecision, result: StepResult) -> None:
         self.scheduler.commit(decision, result.moves.failed)

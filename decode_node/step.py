@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from ctypes import c_int64
 from dataclasses import dataclass
 
 import torch
@@ -38,16 +38,16 @@ class StepResult:
     moves: MovesMade
 
 
-def run_step(decision: DecodeDecision, runner: Runner, on_progress: Callable[[], None]) -> StepResult:
+def run_step(decision: DecodeDecision, runner: Runner, pieces_done: c_int64) -> StepResult:
     """Called in the worker thread; reads the sequences and changes nothing but blocks and host copies.
 
-    `on_progress` is called after each move and each layer.
+    `pieces_done` is counted up after each move and each layer.
     """
-    moves = make_moves(decision.moves, runner, on_progress)
-    return StepResult(_compute(decision, runner, on_progress) if decision.slices else [], moves)
+    moves = make_moves(decision.moves, runner, pieces_done)
+    return StepResult(_compute(decision, runner, pieces_done) if decision.slices else [], moves)
 
 
-def _compute(decision: DecodeDecision, runner: Runner, on_progress: Callable[[], None]) -> list[SliceResult]:
+def _compute(decision: DecodeDecision, runner: Runner, pieces_done: c_int64) -> list[SliceResult]:
     slices = [
         SequenceSlice(
             token_ids=piece.sequence.tokens(piece.start, piece.start + piece.length),
@@ -58,7 +58,7 @@ def _compute(decision: DecodeDecision, runner: Runner, on_progress: Callable[[],
         for piece in decision.slices
     ]
     batch = build_batch(slices, block_size=runner.layout.block_size)
-    logits = runner.run(batch, on_layer=lambda layer: on_progress())
+    logits = runner.run(batch, layers_done=pieces_done)
     sample_rows: list[SampleRow] = []
     logits_rows: list[int] = []
     row = 0

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from ctypes import c_int64
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,7 +114,7 @@ class CudaRunner:
         return self._device.type == "cuda"
 
     @torch.inference_mode()
-    def run(self, batch: ForwardBatch, *, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
+    def run(self, batch: ForwardBatch, *, layers_done: c_int64 | None = None) -> torch.Tensor:
         """See Runner. The batch may be on the host: best so, since it then costs no wait."""
         if batch.max_block_id >= self.num_blocks:
             raise ValueError(f"block {batch.max_block_id} is not of this pool of {self.num_blocks}")
@@ -123,10 +123,9 @@ class CudaRunner:
             self._copy_up(batch)
             logits = None if self._graphs is None else self._graphs.run(batch)
             if logits is None:
-                logits = self.run_eagerly(batch, on_layer)
-            elif on_layer is not None:
-                for layer in range(self.layout.num_layers):
-                    on_layer(layer)
+                logits = self.run_eagerly(batch, layers_done)
+            elif layers_done is not None:
+                layers_done.value += self.layout.num_layers
             if self._computed is not None:
                 # A step ends when it is computed: what is measured is true, and neither loop nor mirror meets it.
                 self._computed.record()
@@ -135,7 +134,7 @@ class CudaRunner:
             self._host_is_behind |= written
         return logits
 
-    def run_eagerly(self, batch: ForwardBatch, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
+    def run_eagerly(self, batch: ForwardBatch, layers_done: c_int64 | None = None) -> torch.Tensor:
         """Without a graph."""
         plan = ops.gpu_plans()(
             self.pool,
@@ -144,7 +143,7 @@ class CudaRunner:
             context_lens=batch.context_len_list,
             block_tables=batch.block_tables.to(self._device, non_blocking=True),
         )
-        return self.forward(plan, batch.token_ids, batch.positions, batch.logits_rows, on_layer)
+        return self.forward(plan, batch.token_ids, batch.positions, batch.logits_rows, layers_done)
 
     def forward(
         self,
@@ -152,10 +151,10 @@ class CudaRunner:
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         logits_rows: torch.Tensor,
-        on_layer: Callable[[int], None] | None,
+        layers_done: c_int64 | None,
     ) -> torch.Tensor:
         """One pass of the model; `[R, vocab_size]` float32."""
-        cache = PagedCache(plan, on_layer=on_layer)
+        cache = PagedCache(plan, layers_done=layers_done)
         output = self._model(
             input_ids=token_ids.to(self._device, non_blocking=True)[None],
             position_ids=positions.to(self._device, non_blocking=True)[None],

@@ -7,7 +7,7 @@ module in it is of the expected class, with nothing added; everything else stays
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from ctypes import c_int64
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ class LeanForward:
     def __init__(self, decoder: CpuDecoder) -> None:
         self._decoder = decoder
 
-    def run(self, batch: ForwardBatch, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
+    def run(self, batch: ForwardBatch, layers_done: c_int64 | None = None) -> torch.Tensor:
         """As ModelRunner.run."""
         return self._decoder.run(
             token_ids=batch.token_ids,
@@ -56,7 +56,7 @@ class LeanForward:
             context_lens=batch.context_lens,
             block_tables=batch.block_tables,
             logits_rows=batch.logits_rows,
-            on_layer=on_layer,
+            layers_done=layers_done,
         )
 
 

@@ -401,7 +401,7 @@ class _Probe:
             kv_heads, head_dim = key_states.shape[1], key_states.shape[3]
             num_blocks = self._batch.max_block_id + 1
             pool = key_states.new_zeros(num_blocks, self._num_layers, 2, kv_heads, _PROBE_BLOCK, head_dim)
-            self.cache = PagedCache(host_plan(pool, self._batch), on_layer=None)
+            self.cache = PagedCache(host_plan(pool, self._batch), layers_done=None)
         return self.cache.update(key_states, value_states, layer_idx)
 
     def get_seq_length(self) -> int:

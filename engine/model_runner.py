@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import mmap
 from collections.abc import Callable
+from ctypes import c_int64
 from itertools import pairwise
 from typing import Protocol
 
@@ -50,10 +51,10 @@ class Runner(Protocol):
     max_model_len: int
     num_blocks: int
 
-    def run(self, batch: ForwardBatch, *, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
+    def run(self, batch: ForwardBatch, *, layers_done: c_int64 | None = None) -> torch.Tensor:
         """Compute a batch; returns `[R, vocab_size]` float32, a tensor of the caller's own.
 
-        `on_layer(i)` is called in the same thread once the K and V of layer i are in the pool.
+        `layers_done` is counted up, by this thread alone, whenever the K and V of one more layer are in the pool.
         """
         ...
 
@@ -124,17 +125,17 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def run(self, batch: ForwardBatch, *, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
+    def run(self, batch: ForwardBatch, *, layers_done: c_int64 | None = None) -> torch.Tensor:
         """See Runner."""
         if batch.max_block_id >= self.num_blocks:
             raise ValueError(f"block {batch.max_block_id} is not of this pool of {self.num_blocks}")
         if self._lean is not None:
-            return self._lean.run(batch, on_layer)
-        return self._run_generic(batch, on_layer)
+            return self._lean.run(batch, layers_done)
+        return self._run_generic(batch, layers_done)
 
-    def _run_generic(self, batch: ForwardBatch, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
+    def _run_generic(self, batch: ForwardBatch, layers_done: c_int64 | None = None) -> torch.Tensor:
         """By transformers' own forward."""
-        cache = PagedCache(host_plan(self.pool, batch), on_layer=on_layer)
+        cache = PagedCache(host_plan(self.pool, batch), layers_done=layers_done)
         output = self._model(
             input_ids=batch.token_ids[None],
             position_ids=batch.positions[None],

@@ -7,7 +7,7 @@ attention masks at all. Everything about one forward pass travels in its PagedCa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from ctypes import c_int64
 from typing import Any
 
 import torch
@@ -44,15 +44,14 @@ class PagedCache:
 
     Args:
         plan: of the batch.
-        on_layer: called with the index of each layer whose K and V have been written, before its attention; on a GPU,
-            once that is enqueued.
+        layers_done: counted up for each layer whose K and V have been written; on a GPU, once that is enqueued.
     """
 
-    def __init__(self, plan: ops.Plan, *, on_layer: Callable[[int], None] | None) -> None:
+    def __init__(self, plan: ops.Plan, *, layers_done: c_int64 | None) -> None:
         self.plan = plan
         _, self._num_layers, _, kv_heads, _, head_dim = plan.pool.shape
         self._expected = (1, kv_heads, plan.slots.shape[0], head_dim)
-        self._on_layer = on_layer
+        self._layers_done = layers_done
         self.num_written = 0
 
     def update(
@@ -69,8 +68,8 @@ class PagedCache:
                 )
         ops.write_kv(self.plan, layer_idx, key_states[0], value_states[0])
         self.num_written += 1
-        if self._on_layer is not None:
-            self._on_layer(layer_idx)
+        if self._layers_done is not None:
+            self._layers_done.value += 1
         return key_states, value_states
 
     def get_seq_length(self) -> int:

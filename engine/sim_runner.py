@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import time
 from collections.abc import Callable
+from ctypes import c_int64
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,7 +86,7 @@ class SimRunner:
             num_blocks, self.layout.num_layers, 2 * self.layout.kv_heads, self.layout.block_size, row_bytes // 8
         )
 
-    def run(self, batch: ForwardBatch, *, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
+    def run(self, batch: ForwardBatch, *, layers_done: c_int64 | None = None) -> torch.Tensor:
         """See Runner."""
         if batch.max_block_id >= self.num_blocks:
             raise ValueError(f"block {batch.max_block_id} is not of this pool of {self.num_blocks}")
@@ -97,8 +98,8 @@ class SimRunner:
             if layer_s > 0:
                 self._sleep(layer_s)
             self._words[blocks, layer, :, offsets] = content[:, layer]
-            if on_layer is not None:
-                on_layer(layer)
+            if layers_done is not None:
+                layers_done.value += 1
         states = self._states(batch)
         rows = [self._logits(states[row]) for row in batch.logits_rows.tolist()]
         return torch.stack(rows) if rows else torch.empty(0, self.vocab_size)

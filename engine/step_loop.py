@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from ctypes import c_int64
 from typing import Generic, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,8 @@ class StepLoop(Generic[DecisionT, ResultT]):
         self._fail = fail
         self._work_arrived = asyncio.Event()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine-step")
+        self.pieces_done = c_int64()
+        self._seen_pieces = 0
         self._last_progress_s = time.monotonic()
         self._is_busy = False
         self.steps = 0
@@ -52,13 +55,12 @@ class StepLoop(Generic[DecisionT, ResultT]):
         """There may be something to decide. Call on the event loop."""
         self._work_arrived.set()
 
-    def record_progress(self) -> None:
-        """The device finished a piece of a step. Callable from any thread."""
-        self._last_progress_s = time.monotonic()
-
     @property
     def last_step_age_s(self) -> float:
-        """Seconds since the loop last proved progress; an idle loop proves it by being idle."""
+        """Seconds since progress was last seen: at the start of a step, or here; an idle loop is never late."""
+        if self._seen_pieces != (pieces := self.pieces_done.value):
+            self._seen_pieces = pieces
+            self._last_progress_s = time.monotonic()
         return time.monotonic() - self._last_progress_s if self._is_busy else 0.0
 
     async def run(self) -> None:
@@ -72,7 +74,7 @@ class StepLoop(Generic[DecisionT, ResultT]):
                     self._is_busy = False
                     await self._work_arrived.wait()
                     continue
-                self.record_progress()
+                self._last_progress_s = time.monotonic()
                 self._is_busy = True
                 try:
                     result = await loop.run_in_executor(self._thread, self._run, decision)

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from kernels.cpu_library import ELEMENT_TYPES, CpuLibrary, check_status
-
-_ON_LAYER = ctypes.CFUNCTYPE(None, ctypes.c_int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +124,7 @@ class _Batch(ctypes.Structure):
             "token_ids", "positions", "slots", "query_starts", "context_lens", "block_tables", "logits_rows", "pool",
             "logits",
         )),
-        ("on_layer", _ON_LAYER),
+        ("layers_done", ctypes.POINTER(ctypes.c_int64)),
     )  # fmt: skip
 
 
@@ -233,7 +231,7 @@ class CpuDecoder:
         context_lens: torch.Tensor,
         block_tables: torch.Tensor,
         logits_rows: torch.Tensor,
-        on_layer: Callable[[int], None] | None = None,
+        layers_done: ctypes.c_int64 | None = None,
     ) -> torch.Tensor:
         """Compute a ragged batch; returns logits `[R, vocabulary]` float32.
 
@@ -245,7 +243,7 @@ class CpuDecoder:
             context_lens: [S].
             block_tables: [S, longest].
             logits_rows: [R].
-            on_layer: called once a layer's K and V are in the pool.
+            layers_done: counted up once a layer's K and V are in the pool.
 
         Raises:
             ValueError: a number is out of range; nothing was written.
@@ -266,7 +264,7 @@ class CpuDecoder:
             logits_rows.data_ptr(),
             self._pool.data_ptr(),
             logits.data_ptr(),
-            _ON_LAYER() if on_layer is None else _ON_LAYER(on_layer),
+            None if layers_done is None else ctypes.pointer(layers_done),
         )
         status = self._library.decoder_forward(self._handle, ctypes.byref(batch))
         check_status(status)

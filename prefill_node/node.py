@@ -230,7 +230,7 @@ class PrefillNode:
             for chunk in decision.chunks
         ]
         batch = build_batch(slices, block_size=self.layout.block_size)
-        logits = self._runner.run(batch, on_layer=lambda layer: self.step_loop.record_progress())
+        logits = self._runner.run(batch, layers_done=self.step_loop.pieces_done)
         results: list[ChunkResult] = []
         row = 0
         for chunk, piece in zip(decision.chunks, slices, strict=True):

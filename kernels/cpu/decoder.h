@@ -98,7 +98,7 @@ class Pass {
         project(member, layer);
         place_keys_and_values(layer, index);
         team_.barrier();
-        if (member == 0 && batch_.on_layer != nullptr) batch_.on_layer(index);
+        if (member == 0 && batch_.layers_done != nullptr) __atomic_fetch_add(batch_.layers_done, 1, __ATOMIC_RELAXED);
         const AttentionRule rule{shape_.attention_scale, layer.window, 0.0f, nullptr};
         const KIND attention(pool(index), sequences_, rule, shape_.heads);
         plan_.run(team_, attention, rule, queries_, attention_room(member), shares_, attention_, attended_);

@@ -64,7 +64,7 @@ struct DecoderBatch {
     const int64_t* logits_rows;
     void* pool;     // [num_blocks, num_layers, 2, kv_heads, block_size, head_dim]
     float* logits;  // [num_logits, vocabulary]
-    void (*on_layer)(int64_t layer);  // may be null; called in the caller's thread
+    int64_t* layers_done;  // may be null; counted up when a layer's K and V are in the pool
 };
 
 // Attention of a ragged batch over one layer of the pool; what is new must be in the pool already.

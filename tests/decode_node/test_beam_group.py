@@ -6,7 +6,8 @@ import asyncio
 import itertools
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from ctypes import c_int64
 from typing import Any
 
 import pytest
@@ -341,9 +342,9 @@ class Gated(SimRunner):
         super().__init__(num_blocks=num_blocks, layout=SIM_LAYOUT)
         self.gate = threading.Event()
 
-    def run(self, batch: ForwardBatch, *, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
+    def run(self, batch: ForwardBatch, *, layers_done: c_int64 | None = None) -> torch.Tensor:
         self.gate.wait(10)
-        return super().run(batch, on_layer=on_layer)
+        return super().run(batch, layers_done=layers_done)
 
 
 @pytest.mark.parametrize("num_blocks", [16, 21])

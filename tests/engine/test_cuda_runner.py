@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from ctypes import c_int64
 from pathlib import Path
 
 import pytest
@@ -122,11 +123,11 @@ def test_a_copied_block_is_of_what_the_host_wrote_last(runner: CudaRunner) -> No
     assert runner.block_bytes(BlockId(10)) == runner.block_bytes(BlockId(8))
 
 
-def test_reports_each_layer_and_refuses_blocks_outside_the_pool(runner: CudaRunner) -> None:
-    seen: list[int] = []
+def test_counts_each_layer_and_refuses_blocks_outside_the_pool(runner: CudaRunner) -> None:
+    layers_done = c_int64(5)
     batch = build_batch([SequenceSlice([3, 4], 0, blocks(0), "last")], block_size=BLOCK)
-    runner.run(batch, on_layer=seen.append)
-    assert seen == [0, 1]
+    runner.run(batch, layers_done=layers_done)
+    assert layers_done.value == 7
     with pytest.raises(ValueError, match="block 24"):
         run(runner, [SequenceSlice([3], 0, blocks(24), "last")])
     with pytest.raises(ValueError, match="block 24"):

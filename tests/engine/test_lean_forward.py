@@ -182,7 +182,7 @@ def test_a_lean_forward_that_computes_something_else_is_not_used(
         lean = lean_forward_of(*arguments, **words)
         assert lean is not None
         run = lean.run
-        monkeypatch.setattr(lean, "run", lambda batch, on_layer=None: run(batch).flip(-1))
+        monkeypatch.setattr(lean, "run", lambda batch, layers_done=None: run(batch).flip(-1))
         return lean
 
     monkeypatch.setattr("engine.model_runner.lean_forward_of", wrong)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ctypes import c_int64
+
 import pytest
 import torch
 
@@ -86,18 +88,13 @@ def test_stale_content_of_a_reused_block_is_not_read() -> None:
     assert torch.equal(logits(clean, TOKENS, 0, [0, 1, 2]), logits(dirty, TOKENS, 0, [0, 1, 2]))
 
 
-def test_layers_are_reported_in_order_once_written() -> None:
-    sim = runner()
-    seen: list[tuple[int, int]] = []
+def test_layers_are_counted_while_they_are_written() -> None:
+    layers_done = c_int64()
+    counted: list[int] = []
+    sim = runner(cost=SimCost(step_s=3.0), sleep=lambda seconds: counted.append(layers_done.value))
     batch = build_batch([SequenceSlice([5], 0, [BlockId(2)], "last")], block_size=4)
-
-    def on_layer(layer: int) -> None:
-        block = bytes(sim.block_bytes(BlockId(2)))
-        size = LAYOUT.layer_bytes
-        seen.append((layer, sum(any(block[i * size : (i + 1) * size]) for i in range(LAYOUT.num_layers))))
-
-    sim.run(batch, on_layer=on_layer)
-    assert seen == [(0, 1), (1, 2), (2, 3)]
+    sim.run(batch, layers_done=layers_done)
+    assert counted == [0, 1, 2] and layers_done.value == 3
 
 
 def test_a_step_costs_what_the_model_says() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 from collections.abc import AsyncIterator, Callable, Sequence
+from ctypes import c_int64
 from typing import Any
 
 import grpc
@@ -430,10 +431,10 @@ async def test_priority_comes_over_the_wire() -> None:
 class Poisoned(SimRunner):
     """Raises for one token, and gives NaN for another."""
 
-    def run(self, batch: ForwardBatch, *, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
+    def run(self, batch: ForwardBatch, *, layers_done: c_int64 | None = None) -> torch.Tensor:
         if 500 in batch.token_ids.tolist():
             raise ValueError("poison")
-        logits = super().run(batch, on_layer=on_layer)
+        logits = super().run(batch, layers_done=layers_done)
         for index, token_id in enumerate(batch.token_ids[batch.logits_rows].tolist()):
             if token_id == 499:
                 logits[index] = torch.nan
