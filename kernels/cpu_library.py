@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 SETTING = "PDSERVE_CPU_KERNELS"
 """Environment variable: `auto`, `off`, or the name of a variant."""
 
-INTERFACE_VERSION = 2
+INTERFACE_VERSION = 3
 """Must equal kInterfaceVersion of kernels/cpu/interface.h."""
 
 _STATUS: dict[int, tuple[type[Exception], str]] = {

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-constexpr int64_t kInterfaceVersion = 2;
+constexpr int64_t kInterfaceVersion = 3;
 constexpr int64_t kMostHeadDim = 512;
 
 extern "C" {
