@@ -44,8 +44,10 @@ def run(settings: PeersSettings) -> int:
     row_names = _chosen("--rows", settings.rows, list(ROWS))
     if not layouts or not row_names:
         raise typer.BadParameter("--threads and --rows must not be empty")
+    if settings.repeats is not None and settings.repeats < 1:
+        raise typer.BadParameter("--repeats must be at least 1")
     engines = [OURS, *_chosen("--peers", settings.peers, [name for name in ENGINES if name != OURS])]
-    rounds = 1 if settings.quick else settings.repeats
+    rounds = settings.repeats or (1 if settings.quick else 3)
     setting = make_setting(settings)
     seats: list[Seat] = [
         (name, Layout(layout)) for layout in layouts for name in engines if Layout(layout) in ENGINES[name].layouts
@@ -135,22 +137,25 @@ def guess_s(engine: Engine, row_names: Sequence[str], is_quick: bool) -> float:
 
 
 def measure_seat(run: Run, seat: Seat, number: int) -> None:
-    """Start one server, let it do every row once, and end it. A row that fails is None, and said."""
+    """Start one server, let it do every row once, and end it.
+
+    A row that fails is None, and said. One that an interruption cut is not there.
+    """
     name, layout = seat
     engine, values = ENGINES[name], run.measured[seat]
     text = f"round {number + 1}, {name} {layout.value}"
-    for row_name in run.row_names:
-        values.setdefault(row_name, []).append(None)
     guessed_before_s = run.guessed_done_s
     try:
         with started_server(engine.command(run.setting, layout)) as server:
             _say(f"{text}: ready after {server.ready_s:.0f} s, load {os.getloadavg()[0]:.1f}")
             body = {"temperature": 0, **engine.body(run.setting)}
-            asyncio.run(
-                _measure_rows(run, engine, Target(f"{server.url}/completions", server.model, body=body), values, number)
-            )
+            target = Target(f"{server.url}/completions", server.model, body=body)
+            asyncio.run(_measure_rows(run, engine, target, values, number))
     except (ChildProcessError, ConnectionError, TimeoutError, httpx.HTTPError) as error:
         _say(f"{text}: {type(error).__name__}: {error}")
+    for row_name in run.row_names:
+        if len(of_row := values.setdefault(row_name, [])) == number:
+            of_row.append(None)
     run.guessed_done_s = guessed_before_s + guess_s(engine, run.row_names, run.settings.quick)
     run.save()
 
@@ -170,13 +175,14 @@ async def _measure_rows(run: Run, engine: Engine, target: Target, values: Values
             await run_load(client, work, [0.0] * count)
         run.guessed_done_s += guess_s(engine, (), is_quick)
         for row_name in run.row_names:
+            figures = None
             try:
                 figures = await ROWS[row_name].measure(client, maker(1 + list(ROWS).index(row_name)), is_quick)
             except RowFailed as error:
                 _say(f"{row_name} failed: {error}")
             else:
-                values[row_name][number] = figures
                 _say(f"{row_name}: " + ", ".join(f"{key} {value:.4g}" for key, value in figures.items()))
+            values.setdefault(row_name, []).append(figures)
             run.guessed_done_s += ROWS[row_name].guess_s(is_quick)
             run.save()
 
@@ -194,7 +200,7 @@ def _facts(settings: PeersSettings, setting: Setting, rounds: int) -> dict[str, 
 
 
 def _chosen(name: str, text: str, known: Sequence[str]) -> list[str]:
-    chosen = [part.strip() for part in text.split(",") if part.strip()]
+    chosen = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if unknown := [part for part in chosen if part not in known]:
         raise typer.BadParameter(f"{name} knows {', '.join(known)}, not {', '.join(unknown)}")
     return chosen

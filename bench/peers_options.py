@@ -22,8 +22,12 @@ class PeersSettings:
         "single,prefill,concurrent,prefix,interference"
     )
     threads: Annotated[str, flag(WHAT, "Of 1, 2, and pd: prefill and decode with one thread each.")] = "1,2,pd"
-    repeats: Annotated[int, flag(WHAT, "Starts of each server; engines take turns.")] = 3
-    quick: Annotated[bool, flag(WHAT, "Once each, with less work.", "--quick")] = False
+    repeats: Annotated[
+        int | None, flag(WHAT, "Starts of each server; engines take turns.", show_default="3; 1 with --quick")
+    ] = None
+    quick: Annotated[
+        bool, flag(WHAT, "Less work in each row, and one round unless --repeats asks for more.", "--quick")
+    ] = False
     model: Annotated[str, flag(WHAT, "What pdserve takes: a Hugging Face id, a folder or a GGUF file.")] = (
         "HuggingFaceTB/SmolLM2-135M-Instruct"
     )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import re
+
 import pytest
 from rich.console import Console
 
@@ -38,13 +41,15 @@ def test_a_failed_round_makes_no_ratio_but_keeps_the_other_value() -> None:
     assert line.ratio is None
     assert (line.ours, line.theirs) == (Spread(100, 100, 100), Spread(300, 300, 300))
     [failed] = compare(measured(pdserve__one=[100], vllm__one=[None]))
-    assert failed.theirs is None
+    assert failed.theirs is None and failed.their_failures == 1
 
 
 def test_our_pd_pair_meets_theirs_and_one_engine_of_two_threads_of_both() -> None:
     seats: list[Seat] = [(name, layout) for layout in Layout for name in (OURS, "vllm")]
     assert [
-        (ours[1].value, theirs[0], theirs[1].value) for ours, theirs in pairs([*seats, ("llama.cpp", Layout.TWO)])
+        (ours[1].value, theirs[0], theirs[1].value)
+        for ours, theirs in pairs([*seats, ("llama.cpp", Layout.TWO)])
+        if theirs is not None
     ] == [
         ("1", "vllm", "1"),
         ("2", "vllm", "2"),
@@ -64,11 +69,32 @@ def test_spreads_are_short(spread: Spread, text: str) -> None:
     assert str(spread) == text
 
 
-def test_the_table_says_what_failed() -> None:
-    lines = list(compare(measured(pdserve__pd=[100.0], vllm__pd=[None], vllm__two=[150.0])))
-    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
-    console.print(table_of(lines, 1))
-    text = console.export_text()
-    assert "failed" in text
-    assert "vllm, 2 threads" in text
-    assert "1.5" in text
+def test_ours_meets_nobody_without_peers_unless_it_is_a_pd_pair() -> None:
+    one, two, pd = ((OURS, layout) for layout in (Layout.ONE, Layout.TWO, Layout.PD))
+    assert list(pairs([one, two])) == [(one, None), (two, None)]
+    assert list(pairs([pd, one, two])) == [(pd, two), (one, None)]
+    assert list(pairs([pd])) == [(pd, None)]
+
+
+def shown(rounds: int, **ttfts_ms: list[float | None]) -> list[list[str]]:
+    """Cells of each line of the table, its head first."""
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(table_of(list(compare(measured(**ttfts_ms))), rounds))
+    lines = [re.split("[│┃]", line) for line in console.export_text().splitlines()]
+    return [[cell.strip() for cell in line[1:-1]] for line in lines if len(line) > 1]
+
+
+def test_the_table_says_what_failed_and_what_was_not_reached() -> None:
+    _, *lines = shown(2, pdserve__pd=[100.0, None], vllm__pd=[None, None], vllm__two=[150.0], pdserve__two=[])
+    assert [line[3:] for line in lines] == [
+        ["100, 1 failed", "vllm, PD 1+1", "failed", "-"],
+        ["100, 1 failed", "vllm, 2 threads", "150", "1.5"],
+        ["100, 1 failed", "pdserve, 2 threads", "-", "-"],
+        ["-", "vllm, 2 threads", "150", "-"],
+    ]
+
+
+def test_the_table_of_ours_alone_has_its_figures_and_no_columns_of_peers() -> None:
+    head, *lines = shown(3, pdserve__two=[100.0, 120.0, 90.0], pdserve__one=[200.0])
+    assert head == ["work", "figure", "pdserve", ""]
+    assert [line[2:] for line in lines] == [["2 threads", "100 (90 to 120)"], ["1 thread", "200"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import sys
@@ -11,7 +12,8 @@ import pytest
 
 from bench import peers_command
 from bench.peer_engines import ENGINES, OURS, Engine, Layout, Setting
-from bench.peer_table import Seat
+from bench.peer_table import Seat, Spread
+from bench.peers_options import PeersSettings
 from engine.errors import ConfigError
 from pdserve import cli
 from tests.tiny_model import write_tokenizer
@@ -79,6 +81,7 @@ def test_engines_take_turns_and_one_that_fails_does_not_end_the_others(
         (("--rows", "single,all"), "--rows knows single, prefill, concurrent, prefix, interference, not all"),
         (("--rows", ""), "--threads and --rows must not be empty"),
         (("--threads", "3"), "--threads knows 1, 2, pd, not 3"),
+        (("--repeats", "0"), "--repeats must be at least 1"),
     ],
 )
 def test_unknown_choices_are_named(
@@ -152,6 +155,49 @@ def test_what_was_measured_before_an_interruption_is_printed_and_kept(
     assert code != 0
     assert "123" in out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["r.json"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rounds", "is_quick"),
+    [((), 3, False), (("--quick",), 1, True), (("--quick", "--repeats", 2), 2, True), (("--repeats", 1), 1, False)],
+)
+def test_how_many_rounds_and_how_much_work_are_two_things(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    arguments: tuple[object, ...],
+    rounds: int,
+    is_quick: bool,
+) -> None:
+    asked: list[tuple[Seat, int, bool]] = []
+
+    def measure(whole: peers_command.Run, seat: Seat, number: int) -> None:
+        asked.append((seat, number, whole.settings.quick))
+        whole.measured[seat].setdefault("prefill", []).append({"ttft_ms": 100.0 + number})
+
+    monkeypatch.setattr(peers_command, "measure_seat", measure)
+    monkeypatch.setattr(peers_command, "make_setting", lambda settings: make_setting(tmp_path))
+    layouts = (Layout.TWO, Layout.ONE)  # as they were asked for, each once
+    code, out, _ = run(capsys, "--threads", "2,1,2", "--peers", "", "--rows", "prefill,single,prefill", *arguments)
+    assert code == 0
+    assert asked == [((OURS, layout), number, is_quick) for number in range(rounds) for layout in layouts]
+    assert f"Medians of {rounds} rounds" in out  # of ours alone
+    assert str(Spread.of([100.0 + number for number in range(rounds)])) in out
+
+
+@pytest.mark.parametrize(("error", "rounds"), [(ConnectionError, [None]), (KeyboardInterrupt, [])])
+def test_what_was_not_reached_has_not_failed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: type[BaseException], rounds: list[None]
+) -> None:
+    def no_server(command: str) -> None:
+        raise error
+
+    monkeypatch.setattr(peers_command, "started_server", no_server)
+    seat: Seat = ("vllm", Layout.TWO)
+    whole = peers_command.Run(PeersSettings(), make_setting(tmp_path), ["single"], 1, {seat: {}})
+    with contextlib.suppress(KeyboardInterrupt):
+        peers_command.measure_seat(whole, seat, 0)
+    assert whole.measured[seat].get("single", []) == rounds
 
 
 def test_the_estimate_grows_with_the_rows() -> None:
