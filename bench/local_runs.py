@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import sys
@@ -20,7 +21,7 @@ from bench.claims import ClaimRow
 from bench.costs import ModelShape
 from bench.engine import STAGES, WARM_UP_STEPS, EngineBench, StepReport, split_attention
 from bench.kernels import KernelBench, KernelShapes
-from bench.kv_waste import Replay
+from bench.kv_waste import GPU_PREFILL_TOKENS_PER_S, Replay
 from bench.local_nodes import load_runner
 from bench.machine import MachineLimits, describe_machine, measure_limits, torch_threads
 from bench.traces import TraceRow, read_trace
@@ -190,9 +191,11 @@ def _claims(
     if 1 in wanted:
         in_float32 = runner if runner.layout.dtype == "float32" else setup.load(64, "float32")
         yield claims.prefix_states(resolve_model(setup.model).folder, in_float32, tokens=400, prefix=133)
-    if 2 in wanted:
-        for name, rows in rows_of.items():
-            yield claims.kv_memory(name, rows, Replay())
+    if 2 in wanted and rows_of:
+        # As fast as on a GPU, and as fast as here.
+        rates = (GPU_PREFILL_TOKENS_PER_S, claims.prefill_tokens_per_s(runner, setup.shape(), prompt=1024))
+        for (name, rows), rate in itertools.product(rows_of.items(), rates):
+            yield claims.kv_memory(name, rows, Replay(prefill_tokens_per_s=rate))
     if 3 in wanted:
         yield claims.batching(runner, output_lengths(next(iter(rows_of.values()), []), 40), 8, repeats=2)
     if 4 in wanted:

@@ -103,6 +103,16 @@ def test_memory_over_a_trace(settings: Replay, holds: bool) -> None:
     assert row.figures["requests"] == 40 and "40 requests" in row.source
 
 
+def test_slow_prefill_is_seen_in_what_is_promised() -> None:
+    slow, fast = (
+        claims.kv_memory("made up", trace(), Replay(num_blocks=4096, prefill_tokens_per_s=rate)) for rate in (250, 1e4)
+    )
+    assert "computed at 250 tokens/s" in slow.source
+    assert f"{slow.figures['promised_mean']:.1%} of all blocks" in slow.measured
+    assert slow.figures["promised_mean"] > 5 * fast.figures["promised_mean"] > 0
+    assert slow.figures["empty_mean"] > 2 * fast.figures["empty_mean"] > 2 * fast.figures["paged_mean"]
+
+
 # ------------------------------------------------------------------------------------------------- 3: batching
 
 
@@ -237,7 +247,9 @@ def test_the_claims_as_one_table(folder: Path, tmp_path: Path) -> None:
     ]
     lengths.write_text("\n".join(lines), encoding="utf-8")
     code, output, content = invoke(folder, tmp_path, "claims", "--trace", str(lengths))
-    assert [row["number"] for row in content["claims"]] == [1, 2, 3, 4, 5, 6]
+    assert [row["number"] for row in content["claims"]] == [1, 2, 2, 3, 4, 5, 6]
+    rates = [row["source"].rpartition("computed at ")[2] for row in content["claims"] if row["number"] == 2]
+    assert rates[0] == "10000 tokens/s" != rates[1]
     assert code == (0 if all(row["holds"] for row in content["claims"]) else 1)
     assert "lengths: 40 requests" in " ".join(output.replace("│", " ").split())
 

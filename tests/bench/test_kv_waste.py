@@ -30,14 +30,27 @@ def test_one_request_counted_by_hand() -> None:
     assert waste.contiguous_mean == pytest.approx(1 - 11 / 64)
     assert waste.contiguous_min == pytest.approx(1 - 6 / 32)
     assert waste.paged_over == 1.0
+    assert (waste.over_sequences, waste.over_pool, waste.promised_mean) == (1, pytest.approx(8 / 32), 0.0)
+
+
+def test_promised_blocks_fill_while_their_prompt_is_computed() -> None:
+    settings = Replay(
+        num_blocks=16, block_size=4, max_model_len=32, step_s=1.0, step_sequence_s=0.0, prefill_tokens_per_s=1.0
+    )
+    # The second prompt begins with the first step, and its 7 tokens take as many steps.
+    uses = list(VirtualNode(settings).steps([TraceRow(0.0, 5, 12), TraceRow(5.0, 7, 4)]))
+    assert [(use.promised, use.coming) for use in uses[:8]] == [*((8, 8 - done) for done in range(7)), (0, 0)]
+    assert uses[0].empty == 3 + 8
 
 
 def test_time_weighs() -> None:
-    uses = [KvUse(1.0, 10, 16, 0, 32), KvUse(3.0, 16, 16, 16, 32)]
+    uses = [KvUse(1.0, 10, 16, 0, 0, 32), KvUse(3.0, 16, 16, 16, 12, 32)]
     waste = summarise(uses, Replay(num_blocks=4, max_model_len=32), requests=1, preemptions=0)
     assert waste.paged_mean == pytest.approx(1 - (10 + 3 * 16) / 64)
-    assert waste.paged_over == pytest.approx(0.25)
     assert waste.promised_mean == pytest.approx(48 / (48 + 64))
+    assert waste.empty_mean == pytest.approx((6 + 3 * 12) / (48 + 64))
+    assert (waste.pool_max, waste.empty_pool_max) == (pytest.approx(6 / 64), pytest.approx(12 / 64))
+    assert waste.paged_over == 0.5  # of the steps, however long they are
     with pytest.raises(ValueError, match="no decode step"):
         summarise([], Replay(), requests=1, preemptions=0)
 
@@ -69,6 +82,7 @@ class CheckedNode(VirtualNode):
         assert use.used == sum(sequence.num_computed for sequence in running)
         assert use.allocated == sum(len(sequence.block_ids) for sequence in running) * block_size
         assert use.contiguous == len(running) * self._settings.max_model_len
+        assert 0 <= use.coming <= use.promised
         self._scheduler.check_invariants()
         self.checked += 1
         return use
