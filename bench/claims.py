@@ -82,16 +82,24 @@ def prefix_states(folder: Path, runner: Runner, *, tokens: int, prefix: int) -> 
     # [layers, 2, kv_heads, tokens, head_dim]
     theirs = torch.stack([torch.stack((layer.keys[0], layer.values[0])) for layer in long.past_key_values.layers])
     blocks = runner.layout.blocks_for(tokens)
-    ours = _pool_states(runner, text, first_block=0)
-    ours_short = _pool_states(runner, text[:prefix], first_block=blocks)
+    ours, logits = _states(runner, text, first_block=0)
+    ours_short, logits_short = _states(runner, text[:prefix], first_block=blocks)
     own = [_distance(a[:, :, :prefix], b) for a, b in zip(ours, ours_short, strict=True)]
     between = [_distance(a, b) for a, b in zip(ours, theirs, strict=True)]
-    figures = {"hidden_states": max(hidden), "pool": max(own), "pool_against_transformers": max(between)}
+    figures = {
+        "hidden_states": max(hidden),
+        "pool": max(own),
+        "logits": _distance(logits[:prefix], logits_short),
+        "pool_against_transformers": max(between),
+        "logits_against_transformers": _distance(logits, long.logits[0]),
+    }
     return ClaimRow(
         1,
-        f"Hidden states of a prefix equal those of the longer text to {TOLERANCE:g}, layer by layer; ours too",
-        f"largest difference, relative for values beyond 1: transformers {max(hidden):.1e}, our K/V {max(own):.1e}, "
-        f"ours against transformers' {max(between):.1e}",
+        f"Hidden states of a prefix equal those of the longer text to {TOLERANCE:g}, layer by layer; ours too, by what "
+        "each layer and the last one make of them: K/V and logits",
+        f"largest difference, relative for values beyond 1: transformers {max(hidden):.1e}; our K/V {max(own):.1e}, "
+        f"logits {figures['logits']:.1e}; ours against transformers' K/V {max(between):.1e}, logits "
+        f"{figures['logits_against_transformers']:.1e}",
         all(value <= TOLERANCE for value in figures.values()),
         f"{prefix} of {tokens} tokens, {len(own)} layers, float32",
         figures,
@@ -104,16 +112,20 @@ def _distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return difference if difference == difference else float("inf")
 
 
-def _pool_states(runner: Runner, token_ids: Sequence[int], *, first_block: int) -> torch.Tensor:
-    """K and V that a pass over the tokens leaves in the pool: [layers, 2, kv_heads, tokens, head_dim]."""
+def _states(runner: Runner, token_ids: Sequence[int], *, first_block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a pass over the tokens leaves in the pool and returns.
+
+    Returns:
+        K and V [layers, 2, kv_heads, tokens, head_dim], and the logits of every token [tokens, vocab].
+    """
     layout = runner.layout
     blocks = [BlockId(first_block + index) for index in range(layout.blocks_for(len(token_ids)))]
-    runner.run(build_batch([SequenceSlice(token_ids, 0, blocks, "none")], block_size=layout.block_size))
+    logits = runner.run(build_batch([SequenceSlice(token_ids, 0, blocks, "all")], block_size=layout.block_size))
     shape = (layout.num_layers, 2, layout.kv_heads, layout.block_size, layout.head_dim)
     content = [
         torch.frombuffer(runner.block_bytes(block), dtype=getattr(torch, layout.dtype)).view(shape) for block in blocks
     ]
-    return torch.cat(content, dim=3)[:, :, :, : len(token_ids)].float()
+    return torch.cat(content, dim=3)[:, :, :, : len(token_ids)].float(), logits.float()
 
 
 # --------------------------------------------------------------------------------------------------- 2: memory

@@ -68,6 +68,21 @@ def test_states_that_depend_on_what_follows_are_found(runner: ModelRunner, folde
     assert not row.holds and row.figures["pool"] > claims.TOLERANCE
 
 
+@pytest.mark.parametrize(("by_length", "figure"), [(True, "logits"), (False, "logits_against_transformers")])
+def test_what_only_the_last_layer_gets_wrong_is_found(
+    runner: ModelRunner, folder: Path, by_length: bool, figure: str
+) -> None:
+    def touch(batch: ForwardBatch, logits: torch.Tensor) -> torch.Tensor:
+        # One logit of the first row, by how long the text is, or always.
+        touched = logits.clone()
+        touched[0, 3] += 1e-3 * (batch.num_tokens if by_length else 1)
+        return touched
+
+    with broken(runner, touch):
+        row = claims.prefix_states(folder, runner, tokens=70, prefix=37)
+    assert not row.holds and row.figures[figure] > claims.TOLERANCE > row.figures["pool"]
+
+
 def test_states_that_are_not_numbers_are_found(runner: ModelRunner, folder: Path) -> None:
     def spoil(batch: ForwardBatch, logits: torch.Tensor) -> torch.Tensor:
         runner.pool[int(batch.block_tables[0, 0]), 0, 0, 0, 0, 0] = torch.nan
