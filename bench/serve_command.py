@@ -120,7 +120,7 @@ def _trace(settings: ServeSettings, maker: PromptMaker) -> list[Work]:
             start_s=settings.trace_start,
             duration_s=settings.trace_duration,
         )
-    scaled = scale_trace(rows, scale)[: settings.num_prompts]
+        scaled = scale_trace(rows, scale)[: settings.num_prompts]
     if not scaled:
         raise ConfigError("No request of the trace lies in the chosen part.")
     if is_mooncake:

@@ -43,7 +43,7 @@ class TraceScale:
     Attributes:
         block_size: tokens that one hash id stands for after scaling. Prompts shrink by 512 / block_size, which keeps
             who shares which blocks with whom exactly. Counts only for Mooncake.
-        input_divisor: prompts shrink by this where there are no hash ids.
+        input_divisor: prompts shrink by this where there are no hash ids; with them it must be 1.
         output_divisor: answers shrink by this.
         speed: how many times faster than recorded.
         spread_s: requests of one timestamp are spread evenly over so long; Mooncake's conversation trace has steps
@@ -98,7 +98,12 @@ def _read_csv(lines: Sequence[str]) -> list[TraceRow]:
 
 
 def scale_trace(rows: Sequence[TraceRow], scale: TraceScale) -> list[TraceRow]:
-    """The chosen part of a trace, starting at 0, with shorter prompts and answers and other times."""
+    """The chosen part of a trace, starting at 0, with shorter prompts and answers and other times.
+
+    Raises ValueError for a divisor of prompts that have hash ids: cut in other places, they would share other blocks.
+    """
+    if scale.input_divisor != 1 and any(row.hash_ids is not None for row in rows):
+        raise ValueError("trace_input_divisor is not for Mooncake's traces: trace_block_size says how prompts shrink")
     end_s = math.inf if scale.duration_s is None else scale.start_s + scale.duration_s
     chosen = [row for row in rows if scale.start_s <= row.at_s < end_s]
     scaled: list[TraceRow] = []

@@ -133,6 +133,12 @@ def test_a_trace_is_replayed_at_its_times(run: Run, fake: FakeServer, tmp_path: 
     starts_s = json.loads((tmp_path / "r.json").read_text())["start_times"]
     assert starts_s[1] >= 0.149
     assert "prompts / 32, blocks of 16 tokens, answers / 16" in err
+    code, _, err = run(
+        *("--base-url", base_of(fake), "--model", "m", "--dataset-name", "trace", "--dataset-path", trace),
+        *("--trace-input-divisor", 2),
+    )
+    assert code == 2
+    assert err.startswith("pdserve: --trace-input-divisor is not for Mooncake's traces: ")
 
 
 def test_a_server_that_is_not_ready_yet_is_waited_for(run: Run, fake: FakeServer) -> None:

@@ -66,6 +66,12 @@ def test_scaled_prompts_keep_one_block_for_each_hash_id(tmp_path: Path) -> None:
         assert len(row.hash_ids) == -(-row.input_tokens // 16)
 
 
+def test_prompts_with_hash_ids_shrink_by_blocks_only(tmp_path: Path) -> None:
+    rows = read_trace(write_lines(tmp_path / "t.jsonl", MOONCAKE))
+    with pytest.raises(ValueError, match="^trace_input_divisor .*trace_block_size"):
+        scale_trace(rows, TraceScale(16, input_divisor=2.0))
+
+
 def test_equal_hash_ids_are_equal_tokens_and_others_are_not(tmp_path: Path) -> None:
     rows = scale_trace(read_trace(write_lines(tmp_path / "t.jsonl", MOONCAKE)), TraceScale(16))
     first, second, third = (one.prompt for one in trace_work(rows, make_maker(), 16, seed=5))
