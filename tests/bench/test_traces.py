@@ -68,7 +68,7 @@ def test_scaled_prompts_keep_one_block_for_each_hash_id(tmp_path: Path) -> None:
 
 def test_prompts_with_hash_ids_shrink_by_blocks_only(tmp_path: Path) -> None:
     rows = read_trace(write_lines(tmp_path / "t.jsonl", MOONCAKE))
-    with pytest.raises(ValueError, match="^trace_input_divisor .*trace_block_size"):
+    with pytest.raises(ValueError, match=r"^trace_input_divisor .*trace_block_size"):
         scale_trace(rows, TraceScale(16, input_divisor=2.0))
 
 
