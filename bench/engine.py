@@ -46,6 +46,9 @@ GLUE = ("schedule", "build", "emit", "loop")
 
 WARM_UP_STEPS = 3
 
+GREEDY = SamplingParams(temperature=0.0)
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, seed=1)
+
 
 @dataclass(slots=True)
 class StepRecord:
@@ -157,11 +160,13 @@ class EngineBench:
     Args:
         runner: the model; its pool must hold what is asked for.
         shape: of the model.
+        sampling: how tokens are chosen.
     """
 
-    def __init__(self, runner: Runner, shape: ModelShape) -> None:
+    def __init__(self, runner: Runner, shape: ModelShape, sampling: SamplingParams = GREEDY) -> None:
         self._runner = runner
         self._shape = shape
+        self._sampling = sampling
         fill_pool(runner)
 
     def decode(self, batch: int, context: int, steps: int) -> StepReport:
@@ -180,7 +185,7 @@ class EngineBench:
         # All prompts in one step, so that all sequences decode from the next one on.
         config = engine_config(self._runner, max_num_seqs=batch, max_num_batched_tokens=batch * context)
         local = LocalDecode(self._runner, config)
-        sampling = SamplingParams(temperature=0.0, max_tokens=steps + 1)
+        sampling = replace(self._sampling, max_tokens=steps + 1)
         with _watched(clock, local.node, decode_node.step, self._runner, computes_prompts=False):
             async with local.running():
                 streams = [local.start(self._prompt(context), sampling)[0] for _ in range(batch)]
@@ -191,7 +196,7 @@ class EngineBench:
         clock = StepClock()
         config = engine_config(self._runner, max_num_seqs=batch, max_num_batched_tokens=max_num_batched_tokens)
         local = LocalPrefill(self._runner, config)
-        sampling = SamplingParams(temperature=0.0, max_tokens=1)
+        sampling = replace(self._sampling, max_tokens=1)
         with _watched(clock, local.node, prefill_node.node, self._runner, computes_prompts=True):
             async with local.running():
                 await asyncio.gather(*(local.compute(self._prompt(length), sampling) for _ in range(batch)))

@@ -6,9 +6,10 @@ Three kinds of rows:
               told by differences: attention is what a pass takes beyond one with next to no context, the output matrix
               what it takes beyond one without logits
     torch     single operations of the path through torch, one after another over as many layers as the model has
-              or more, so that weights and keys come from memory as they do in a step; and sampling, which both paths
-              share
+              or more, so that weights and keys come from memory as they do in a step
     compiled  the same operations by the compiled CPU kernels, where there are any
+
+Sampling is there once, by whichever of the two computes it here.
 """
 
 from __future__ import annotations
@@ -283,13 +284,14 @@ class KernelBench:
     def _sampling(self, batch: int) -> Iterator[OperationReport]:
         logits = torch.randn(batch, self._runner.vocab_size).mul_(_LOGITS_SPREAD)
         cost = Cost(float(logits.nbytes), float(logits.numel()))
+        path = "torch" if load_library() is None else "compiled"
         for name, params in (
             ("sampling, greedy", SamplingParams(temperature=0.0)),
             ("sampling, top_p 0.9", SamplingParams(temperature=0.8, top_p=0.9)),
         ):
             rows = [SampleRow(params, index, [1], []) for index in range(batch)]
             seconds = self._seconds(lambda _: sample(logits, rows), 1)  # noqa: B023
-            yield _report("torch", name, f"{batch}", seconds, cost)
+            yield _report(path, name, f"{batch}", seconds, cost)
 
     # -- inside ---------------------------------------------------------------------------------------------
 

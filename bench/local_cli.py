@@ -46,13 +46,22 @@ def engine(
     max_num_batched_tokens: Annotated[
         int, typer.Option("--max-num-batched-tokens", min=1, help="Tokens of a prefill step.")
     ] = 512,
+    sampled: Annotated[
+        bool, typer.Option("--sampled", help="Draw tokens, by temperature and top_p, in place of the most likely.")
+    ] = False,
     json: Json = None,
 ) -> int:
     """Where a step of a decode node and of a prefill node goes, without network, beside the bytes that it must read."""
     from bench.local_runs import Setup, run_engine
 
     return run_engine(
-        Setup(model, threads, dtype, json), tuple(batch), tuple(context), steps, prefill_tokens, max_num_batched_tokens
+        Setup(model, threads, dtype, json),
+        tuple(batch),
+        tuple(context),
+        steps,
+        prefill_tokens,
+        max_num_batched_tokens,
+        is_sampled=sampled,
     )
 
 

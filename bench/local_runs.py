@@ -19,7 +19,7 @@ from rich.table import Table
 from bench import claims
 from bench.claims import ClaimRow
 from bench.costs import ModelShape
-from bench.engine import STAGES, WARM_UP_STEPS, EngineBench, StepReport, split_attention
+from bench.engine import GREEDY, SAMPLED, STAGES, WARM_UP_STEPS, EngineBench, StepReport, split_attention
 from bench.kernels import KernelBench, KernelShapes
 from bench.kv_waste import GPU_PREFILL_TOKENS_PER_S, Replay
 from bench.local_nodes import load_runner
@@ -104,8 +104,11 @@ def run_engine(
     steps: int,
     prefill_tokens: int,
     max_num_batched_tokens: int,
+    *,
+    is_sampled: bool = False,
 ) -> int:
     """0."""
+    sampling = SAMPLED if is_sampled else GREEDY
     longest = max(*contexts, BLOCK_SIZE) + steps + WARM_UP_STEPS + 2
     blocks = max(max(batches) * (-(-longest // BLOCK_SIZE) + 1), -(-prefill_tokens // BLOCK_SIZE) + max(batches))
     with torch_threads(setup.threads):
@@ -113,7 +116,7 @@ def run_engine(
         runner = setup.load(blocks + blocks // 4 + 16)
         dtype = runner.layout.dtype
         limits = setup.limits(dtype)
-        bench = EngineBench(runner, setup.shape())
+        bench = EngineBench(runner, setup.shape(), sampling)
         reports = list(
             _noting_progress(_steps(bench, batches, contexts, steps, prefill_tokens, max_num_batched_tokens))
         )
@@ -142,7 +145,9 @@ def run_engine(
             f"{shares['growth']:.2f}" if report.phase == "decode" else "",
         )
         entries.append(asdict(report) | shares)
-    _publish(setup, runner, limits, table, {"steps": entries})
+    if is_sampled:
+        table.title = f"Tokens drawn with temperature {sampling.temperature:g} and top_p {sampling.top_p:g}"
+    _publish(setup, runner, limits, table, {"sampled": is_sampled, "steps": entries})
     return 0
 
 

@@ -264,7 +264,7 @@ def test_the_claims_as_one_table(folder: Path, tmp_path: Path) -> None:
     code, output, content = invoke(folder, tmp_path, "claims", "--trace", str(lengths))
     assert [row["number"] for row in content["claims"]] == [1, 2, 2, 3, 4, 5, 6]
     rates = [row["source"].rpartition("computed at ")[2] for row in content["claims"] if row["number"] == 2]
-    assert rates[0] == "10000 tokens/s" != rates[1]
+    assert rates[0] == "10000 tokens/s" and rates[1].removesuffix(" tokens/s").isdecimal()
     assert code == (0 if all(row["holds"] for row in content["claims"]) else 1)
     assert "lengths: 40 requests" in " ".join(output.replace("│", " ").split())
 
@@ -280,10 +280,12 @@ def test_one_claim_that_does_not_hold(folder: Path, tmp_path: Path, monkeypatch:
 def test_kernels_and_engine_as_tables(folder: Path, tmp_path: Path) -> None:
     sizes = ("--batch", "2", "--context", "20")
     code, output, content = invoke(folder, tmp_path, "kernels", *sizes, "--prompt", "32", "--seconds", "0")
-    operations = [operation for operation in content["operations"] if operation["path"] != "compiled"]
+    operations = {(one["path"] == "part", one["name"], one["shape"]) for one in content["operations"]}
     assert code == 0 and "RMSNorm" in output and len(operations) == 3 + 2 + 2 * 9 + 1 + 2 + 2
-    code, output, content = invoke(folder, tmp_path, "engine", *sizes, "--steps", "2", "--prefill-tokens", "64")
-    assert code == 0 and "attention" in output
+    code, output, content = invoke(
+        folder, tmp_path, "engine", *sizes, "--steps", "2", "--prefill-tokens", "64", "--sampled"
+    )
+    assert code == 0 and "attention" in output and content["sampled"] is True and "temperature" in output
     assert [(step["phase"], step["batch"], step["context"]) for step in content["steps"]] == [
         ("decode", 2, 16),
         ("decode", 2, 20),

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import bench.engine
+import decode_node.step
 from bench import costs
 from bench.costs import ModelShape
-from bench.engine import STAGES, EngineBench, StepClock, StepReport, split_attention
+from bench.engine import GREEDY, SAMPLED, STAGES, EngineBench, StepClock, StepReport, split_attention
 from engine.kv_layout import KvLayout
 from engine.model_runner import ModelRunner
+from engine.sampling import SampleRow, sample
+from engine.sampling_params import SamplingParams
 from engine.sim_runner import SimCost, SimRunner
 from kernels import ops
 from tests.bench.tiny_runner import LIMITS, tiny_runner
@@ -108,6 +112,22 @@ def test_decode_steps_of_a_real_node(runner: ModelRunner, folder: Path, batch: i
     assert all(report.stages[stage] >= 0 for stage in STAGES)
     assert all(report.stages[stage] > 0 for stage in ("schedule", "build", "forward", "sample", "emit"))
     assert 0 < report.glue < 1
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED])
+def test_tokens_are_chosen_as_asked(
+    runner: ModelRunner, folder: Path, monkeypatch: pytest.MonkeyPatch, sampling: SamplingParams
+) -> None:
+    chosen: list[tuple[float, float]] = []
+
+    def note(logits: object, rows: Sequence[SampleRow]) -> object:
+        # As they come over the wire, in float32.
+        chosen.extend((round(row.params.temperature, 3), round(row.params.top_p, 3)) for row in rows)
+        return sample(logits, rows)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(decode_node.step, "sample", note)
+    EngineBench(runner, ModelShape.read(folder), sampling).decode(2, 20, steps=1)
+    assert set(chosen) == {(sampling.temperature, sampling.top_p)} and len(chosen) >= 2
 
 
 def test_prefill_steps_of_a_real_node(runner: ModelRunner, folder: Path) -> None:
