@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -196,12 +196,12 @@ def _read_config(folder: Path) -> PretrainedConfig:
     except (ValueError, KeyError, TypeError, OSError, AttributeError) as error:
         kind = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
         if "trust_remote_code" in str(error):
-            raise ConfigError(f"The model type {kind!r} needs code from its repository, which is never run.") from error
+            raise _not_supported(f"The model type {kind!r} needs code from its repository") from error
         raise _not_supported(f"{folder}/config.json is of model type {kind!r} ({_first_line(error)})") from error
 
 
-def _not_supported(subject: str) -> ConfigError:
-    return ConfigError(f"{subject}, which is not supported; families that run: {', '.join(SUPPORTED_FAMILIES)}.")
+def _not_supported(subject: str, what: str = "families", that_run: Iterable[str] = SUPPORTED_FAMILIES) -> ConfigError:
+    return ConfigError(f"{subject}, which is not supported; {what} that run: {', '.join(that_run)}.")
 
 
 def _refuse_by_config(config: PretrainedConfig) -> None:
@@ -214,7 +214,7 @@ def _refuse_by_config(config: PretrainedConfig) -> None:
     if get("quantization_config") is not None:
         method = get("quantization_config")
         method = method.get("quant_method") if isinstance(method, dict) else getattr(method, "quant_method", method)
-        raise ConfigError(f"The checkpoint is quantised ({method}), which is not supported.")
+        raise _not_supported(f"The checkpoint is quantised ({method})", "dtypes of weights", DTYPE_BYTES)
     if get("is_encoder_decoder"):
         raise _not_supported(f"{kind} is an encoder-decoder model")
     if get("add_cross_attention"):
@@ -238,8 +238,9 @@ def _refuse_by_config(config: PretrainedConfig) -> None:
             raise _not_supported(f"{kind} attends in chunks of {get('attention_chunk_size')} tokens ({layer_type})")
     for parameters in _rope_parameters(config):
         rope_type = parameters.get("rope_type", parameters.get("type", "default"))
-        if rope_type != "default" and rope_type not in ROPE_INIT_FUNCTIONS:
-            raise ConfigError(f"{kind} uses the rope_type {rope_type!r}, which is not known.")
+        known = sorted({"default", *ROPE_INIT_FUNCTIONS})
+        if rope_type not in known:
+            raise _not_supported(f"{kind} uses the rope_type {rope_type!r}", "rope types", known)
 
 
 def _windows(config: PretrainedConfig, num_layers: int) -> list[int | None]:
@@ -283,7 +284,7 @@ def _folder_of_dtype(files: ModelFiles, dtype: str) -> Path:
     stored = DTYPE_OF_TORCH_NAME[dtype]
     entries = [entry for file in weight_files(files.folder) for entry in read_entries(file)]
     if unknown := next((entry for entry in entries if entry.dtype not in TORCH_NAME_OF_DTYPE), None):
-        raise ConfigError(f"The weight {unknown.name} is stored as {unknown.dtype}, which is not supported.")
+        raise _not_supported(f"The weight {unknown.name} is stored as {unknown.dtype}", "dtypes of weights", DTYPE_BYTES)
     if all(entry.dtype == stored for entry in entries):
         return files.folder
     digest = xxhash.xxh3_128_hexdigest(_weights_digest(files.folder).encode())

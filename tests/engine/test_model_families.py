@@ -243,6 +243,7 @@ ROPES = {
     },
     "yarn": {"factor": 8.0, "original_max_position_embeddings": 32},
     "dynamic": {"factor": 4.0},
+    "proportional": {"partial_rotary_factor": 0.5},
     "longrope": {
         "short_factor": [1.0, 1.5, 2.0, 2.5, 3.0, 3.5],
         "long_factor": [4.0] * 6,

@@ -187,6 +187,9 @@ LATENT = {
     "num_key_value_heads": 4,
 }
 CHUNKED = {"layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 16, "head_dim": 16}
+FAMILIES_THAT_RUN = f"families that run: {', '.join(SUPPORTED_FAMILIES)}"
+ROPE_TYPES_THAT_RUN = "rope types that run: default, dynamic, linear, llama3, longrope, proportional, yarn"
+WEIGHTS_THAT_RUN = "dtypes of weights that run: float32, bfloat16, float16"
 OTHER_VALUES = {"layer_types": ["full_attention"] * 2, "head_dim": 12, "v_head_dim": 16, "n_routed_experts": 4}
 
 
@@ -216,7 +219,7 @@ def test_what_cannot_run_is_refused_by_name_with_the_list_of_what_can(
     with pytest.raises(ConfigError, match=named) as caught:
         load(folder)
     message = str(caught.value)
-    assert message.endswith(f"; families that run: {', '.join(SUPPORTED_FAMILIES)}.")
+    assert message.endswith(f"; {FAMILIES_THAT_RUN}.")
     assert "\n" not in message and message.count(". ") == 0
 
 
@@ -290,22 +293,31 @@ def test_switched_off_window_is_no_obstacle(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "named"),
+    ("changes", "named", "what_runs"),
     [
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised .gptq"),
-        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "spiral"),
-        ({"model_type": "no_such_model"}, "no_such_model"),
-        ({"model_type": "no_such_model", "auto_map": {"AutoConfig": "evil.Config"}}, "never run"),
-        ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
-        ({"add_cross_attention": True}, "cross attention"),
-        ({"model_type": "llava"}, "multimodal"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised .gptq", WEIGHTS_THAT_RUN),
+        ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "'spiral'", ROPE_TYPES_THAT_RUN),
+        ({"model_type": "no_such_model"}, "no_such_model", FAMILIES_THAT_RUN),
+        ({"model_type": "no_such_model", "auto_map": {"AutoConfig": "evil.Config"}}, "its repo", FAMILIES_THAT_RUN),
+        ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder", FAMILIES_THAT_RUN),
+        ({"add_cross_attention": True}, "cross attention", FAMILIES_THAT_RUN),
+        ({"model_type": "llava"}, "multimodal", FAMILIES_THAT_RUN),
     ],
 )
-def test_configurations_that_are_refused(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
+def test_configurations_that_are_refused(tmp_path: Path, changes: dict[str, Any], named: str, what_runs: str) -> None:
     folder = save_folder(random_model("llama"), tmp_path / "model")
     (folder / "evil.py").write_text("raise SystemExit(9)\n")
-    with pytest.raises(ConfigError, match=named):
+    with pytest.raises(ConfigError, match=named) as caught:
         load(edited(folder, **changes))
+    assert str(caught.value).endswith(f"which is not supported; {what_runs}.")
+
+
+def test_weights_of_another_dtype_are_refused(tmp_path: Path) -> None:
+    folder = save_folder(random_model("llama"), tmp_path / "model")
+    rewritten(folder, lambda tensors: tensors.update({"model.norm.weight": tensors["model.norm.weight"].double()}))
+    with pytest.raises(ConfigError, match="model.norm.weight is stored as F64") as caught:
+        load(folder)
+    assert str(caught.value).endswith(f"which is not supported; {WEIGHTS_THAT_RUN}.")
 
 
 def test_digest_follows_weights_and_configuration_not_places(tmp_path: Path) -> None:
