@@ -174,6 +174,7 @@ class DecodeNode:
         status.waiting_sequences = self.scheduler.num_waiting
         status.waiting_tokens = self.scheduler.waiting_tokens
         status.preemptions = self.scheduler.preemptions
+        status.allocated_slots = self.scheduler.allocated_slots
         status.unused_slots = self.scheduler.unused_slots
         status.reserved_blocks = self.scheduler.num_reserved_blocks
         status.swaps = self.scheduler.swaps

@@ -173,8 +173,14 @@ class DecodeScheduler:
         return waiting + sum(sequence.num_uncomputed for sequence in self._running)
 
     @property
+    def allocated_slots(self) -> int:
+        """Slots of the blocks of running sequences; those of a shared block count once."""
+        blocks = {block_id for sequence in self._running for block_id in sequence.block_ids}
+        return len(blocks) * self._layout.block_size
+
+    @property
     def unused_slots(self) -> int:
-        """Slots of the blocks of running sequences that hold no token."""
+        """Those of them that hold no token."""
         block_size = self._layout.block_size
         written: dict[BlockId, int] = {}
         for sequence in self._running:

@@ -171,7 +171,7 @@ class TransportUse(_message.Message):
     def __init__(self, transfers: _Optional[int] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class NodeStatus(_message.Message):
-    __slots__ = ("identity", "state", "blocks", "transfers", "leases", "in_flight", "running_sequences", "waiting_sequences", "waiting_tokens", "last_step_age_s", "steps", "prefill_tokens_computed", "prefill_tokens_cached", "tokens_generated", "preemptions", "local_prefills", "messages_ignored", "kv_bytes", "prefill_tokens_per_s", "failures", "unused_slots", "reserved_blocks", "swaps", "swap_bytes", "expected_output_tokens", "transports")
+    __slots__ = ("identity", "state", "blocks", "transfers", "leases", "in_flight", "running_sequences", "waiting_sequences", "waiting_tokens", "last_step_age_s", "steps", "prefill_tokens_computed", "prefill_tokens_cached", "tokens_generated", "preemptions", "local_prefills", "messages_ignored", "kv_bytes", "prefill_tokens_per_s", "failures", "unused_slots", "reserved_blocks", "swaps", "swap_bytes", "expected_output_tokens", "transports", "allocated_slots")
     class FailuresEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -212,6 +212,7 @@ class NodeStatus(_message.Message):
     SWAP_BYTES_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    ALLOCATED_SLOTS_FIELD_NUMBER: _ClassVar[int]
     identity: NodeIdentity
     state: NodeState
     blocks: BlockCounts
@@ -238,7 +239,8 @@ class NodeStatus(_message.Message):
     swap_bytes: int
     expected_output_tokens: float
     transports: _containers.MessageMap[str, TransportUse]
-    def __init__(self, identity: _Optional[_Union[NodeIdentity, _Mapping]] = ..., state: _Optional[_Union[NodeState, str]] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., transfers: _Optional[_Union[TransferCounts, _Mapping]] = ..., leases: _Optional[int] = ..., in_flight: _Optional[int] = ..., running_sequences: _Optional[int] = ..., waiting_sequences: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., last_step_age_s: _Optional[float] = ..., steps: _Optional[int] = ..., prefill_tokens_computed: _Optional[int] = ..., prefill_tokens_cached: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., preemptions: _Optional[int] = ..., local_prefills: _Optional[int] = ..., messages_ignored: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., failures: _Optional[_Mapping[str, int]] = ..., unused_slots: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., swaps: _Optional[int] = ..., swap_bytes: _Optional[int] = ..., expected_output_tokens: _Optional[float] = ..., transports: _Optional[_Mapping[str, TransportUse]] = ...) -> None: ...
+    allocated_slots: int
+    def __init__(self, identity: _Optional[_Union[NodeIdentity, _Mapping]] = ..., state: _Optional[_Union[NodeState, str]] = ..., blocks: _Optional[_Union[BlockCounts, _Mapping]] = ..., transfers: _Optional[_Union[TransferCounts, _Mapping]] = ..., leases: _Optional[int] = ..., in_flight: _Optional[int] = ..., running_sequences: _Optional[int] = ..., waiting_sequences: _Optional[int] = ..., waiting_tokens: _Optional[int] = ..., last_step_age_s: _Optional[float] = ..., steps: _Optional[int] = ..., prefill_tokens_computed: _Optional[int] = ..., prefill_tokens_cached: _Optional[int] = ..., tokens_generated: _Optional[int] = ..., preemptions: _Optional[int] = ..., local_prefills: _Optional[int] = ..., messages_ignored: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., failures: _Optional[_Mapping[str, int]] = ..., unused_slots: _Optional[int] = ..., reserved_blocks: _Optional[int] = ..., swaps: _Optional[int] = ..., swap_bytes: _Optional[int] = ..., expected_output_tokens: _Optional[float] = ..., transports: _Optional[_Mapping[str, TransportUse]] = ..., allocated_slots: _Optional[int] = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("interval_s",)

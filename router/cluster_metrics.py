@@ -78,11 +78,10 @@ class ClusterCollector(Collector):
         swaps = CounterMetricFamily(
             "pdserve:preemptions_swapped", "Preemptions that kept a copy of the KV in host memory.", labels=labels
         )
-        unused = GaugeMetricFamily(
-            "pdserve:kv_slots_unused",
-            "Slots of the blocks of running sequences without a token in them.",
-            labels=labels,
+        allocated = GaugeMetricFamily(
+            "pdserve:kv_slots_allocated", "Slots of the blocks of running sequences.", labels=labels
         )
+        unused = GaugeMetricFamily("pdserve:kv_slots_unused", "Those without a token in them.", labels=labels)
         reserved = GaugeMetricFamily(
             "pdserve:kv_blocks_reserved", "Blocks promised to hand-offs that have not committed.", labels=labels
         )
@@ -117,13 +116,15 @@ class ClusterCollector(Collector):
             local.add_metric(values, status.local_prefills)
             preemptions.add_metric(values, status.preemptions)
             swaps.add_metric(values, status.swaps)
+            if status.HasField("allocated_slots"):  # A decode node's, unless it is of an older version.
+                allocated.add_metric(values, status.allocated_slots)
             unused.add_metric(values, status.unused_slots)
             reserved.add_metric(values, status.reserved_blocks)
             expected.add_metric(values, status.expected_output_tokens)
             prompt_tokens.add_metric((*values, "computed"), status.prefill_tokens_computed)
             prompt_tokens.add_metric((*values, "cached"), status.prefill_tokens_cached)
         yield from (running, waiting, usage, transfers, failures, kv_bytes, kv_seconds, local, preemptions, in_flight)
-        yield from (state, swaps, unused, reserved, expected, prompt_tokens)
+        yield from (state, swaps, allocated, unused, reserved, expected, prompt_tokens)
 
     def _router_families(self) -> Iterator[Metric]:
         cluster, labels, values = self._cluster, ("model_name",), (self._model_name,)

@@ -360,10 +360,12 @@ async def test_status_tells_of_memory_and_of_what_is_expected() -> None:
             streams = await router.start(router.message(prompt_of(5), max_tokens=7))
             await until(lambda: decode.node.status().running_sequences)
             status = decode.node.status()
-            assert status.unused_slots == status.blocks.in_use * BLOCK - decode.node.scheduler._running[0].num_computed
+            assert status.allocated_slots == status.blocks.in_use * BLOCK
+            assert status.unused_slots == status.allocated_slots - decode.node.scheduler._running[0].num_computed
             assert status.expected_output_tokens == PRIOR_LENGTH
             await ended(streams)
         status = decode.node.status()
+        assert status.HasField("allocated_slots") and status.allocated_slots == 0
         assert (status.unused_slots, status.reserved_blocks) == (0, 0)
         assert status.expected_output_tokens == (PRIOR_LENGTH + 7) / 2
 

@@ -846,17 +846,18 @@ class TestUnusedSlots:
         for computed, unused in ((7, 1), (14, 2), (18, 2), (19, 1), (20, 0), (21, 3)):
             step(queue)
             assert (prompt.num_computed, queue.unused_slots) == (computed, unused)
+            assert queue.allocated_slots == computed + unused
 
     def test_a_shared_block_counts_once_and_a_promised_one_not(self) -> None:
         queue, _ = scheduler(16)
         start(queue, family(6, 3)[0])
         step(queue)
-        assert queue.unused_slots == 2
+        assert (queue.unused_slots, queue.allocated_slots) == (2, 8)
         step(queue)
-        assert queue.unused_slots == 3 * 1
+        assert (queue.unused_slots, queue.allocated_slots) == (3 * 1, 4 + 3 * 4)
         hand_off(queue, sequence(12, first=50))
         queue.admit()
-        assert (queue.unused_slots, queue.num_reserved_blocks) == (3, 3)
+        assert (queue.unused_slots, queue.allocated_slots, queue.num_reserved_blocks) == (3, 16, 3)
 
 
 class RandomDecode(RuleBasedStateMachine):

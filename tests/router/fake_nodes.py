@@ -103,6 +103,7 @@ class FakeNode(rpc.NodeServiceServicer, rpc.DecodeServiceServicer):
         self.last_step_age_s = 0.0
         self.waiting_tokens = 0
         self.running_sequences: int | None = None
+        self.allocated_slots: int | None = None
         self.prefill_tokens_per_s = 0.0
         self.starts: list[pb.StartAttempt] = []
         self.cancels: list[pb.CancelAttempt] = []
@@ -344,5 +345,6 @@ class FakeNode(rpc.NodeServiceServicer, rpc.DecodeServiceServicer):
             last_step_age_s=self.last_step_age_s,
             prefill_tokens_per_s=self.prefill_tokens_per_s,
             failures={"digest_mismatch": 1},
+            allocated_slots=self.allocated_slots,
             transports={"shared_memory": pb.TransportUse(transfers=2, bytes=4096, seconds=0.25)},
         )

@@ -15,6 +15,7 @@ async def test_metrics_read_the_live_books() -> None:
         harness.cluster.register_metrics(registry)
         node = harness.nodes["decode-0"]
         node.does.hold_after_tokens = 1
+        node.allocated_slots = 96
         generation = await harness.cluster.generate(make_request(n=2))
         of_node = '{model_name="fake",node_id="decode-0",role="decode"}'
         by_shared_memory = of_node.replace("}", ',transport="shared_memory"}')
@@ -31,6 +32,7 @@ async def test_metrics_read_the_live_books() -> None:
             f"pdserve:kv_transfer_seconds_count{by_shared_memory} 2.0",
             f"pdserve:kv_transfer_seconds_sum{by_shared_memory} 0.25",
             f"pdserve:kv_slots_unused{of_node} 0.0",
+            f"pdserve:kv_slots_allocated{of_node} 96.0",
             f"pdserve:kv_blocks_reserved{of_node} 0.0",
             f"pdserve:preemptions_swapped_total{of_node} 0.0",
             'pdserve:node_prompt_tokens_total{model_name="fake",node_id="decode-0",role="decode",source="cached"} 0.0',
@@ -39,6 +41,8 @@ async def test_metrics_read_the_live_books() -> None:
             'pdserve:in_flight_sequences{model_name="fake"} 2.0',
         ):
             assert line in text, line
+        # Nothing is said for a node that does not say it, so that no share of it comes out.
+        assert text.count("pdserve:kv_slots_allocated{") == 1
         names = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
         assert len(names) == len(set(names)), "a metric is declared twice"
         await generation.aclose()
