@@ -100,8 +100,8 @@ class Admission:
         self._max_waiting_tokens = max_waiting_tokens
         self._clock = clock
         self._rate_half_life_s = rate_half_life_s
-        self._completions = RateEstimate(rate_half_life_s)
-        self._computed_tokens = RateEstimate(rate_half_life_s)
+        self._completions = self._new_estimate()
+        self._computed_tokens = self._new_estimate()
         self._waiting_tokens = 0
         self.requests = 0
         self.sequences = 0
@@ -117,6 +117,9 @@ class Admission:
     def admit(self, request: GenerationRequest, *, capacity: Capacity) -> Ticket:
         """Raises Overloaded. What is alone is always admitted; while no decode node is ready, tokens have no limit."""
         sequences, prompt_tokens = request.num_running, len(request.prompt_token_ids)
+        if self.sequences < capacity.sequences:
+            # How fast places become free shows only while all are taken; what came before says how few asked for one.
+            self._completions = self._new_estimate()
         excess = self.sequences + sequences - capacity.sequences - self._max_waiting_sequences
         if excess > 0 and self.sequences > 0:
             raise self._overloaded("too many requests are in flight", "queue_full", self.retry_after_s(excess))
@@ -127,8 +130,7 @@ class Admission:
             raise self._overloaded("too many prompt tokens are waiting", "tokens_full", retry_after_s)
         if self._waiting_tokens == 0:
             # How fast prompts are computed shows only while some wait; what came before says how few there were.
-            self._computed_tokens = RateEstimate(self._rate_half_life_s)
-            self._computed_tokens.add(0, self._clock())
+            self._computed_tokens = self._new_estimate()
         self.requests += 1
         self.sequences += sequences
         self.admitted += 1
@@ -136,13 +138,18 @@ class Admission:
         return Ticket(self, sequences, prompt_tokens)
 
     def retry_after_s(self, sequences: int = 1) -> float:
-        """Seconds until that many sequences will have ended, at the rate observed of late."""
+        """Seconds until that many sequences will have ended, at the rate observed since all places were taken."""
         return self._seconds_until(self._completions, sequences)
 
     def check_invariants(self) -> None:
         """Books agree with each other; called by tests and on close."""
         assert self.requests >= 0 and self.sequences >= 0 and self._waiting_tokens >= 0
         assert self.admitted == self.requests + sum(self.outcomes.values())
+
+    def _new_estimate(self) -> RateEstimate:
+        estimate = RateEstimate(self._rate_half_life_s)
+        estimate.add(0, self._clock())
+        return estimate
 
     def _seconds_until(self, events: RateEstimate, count: int) -> float:
         rate = events.per_second(self._clock())

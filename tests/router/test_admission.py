@@ -145,9 +145,31 @@ def test_retry_after_follows_the_rate_of_completions() -> None:
     clock = Clock()
     admission = make_admission(clock)
     assert admission.retry_after_s() == UNKNOWN_RETRY_S
+    admission.admit(make_request(n=9), capacity=Capacity(9))
     for _ in range(40):
         clock.now += 0.5
         admission.admit(make_request(), capacity=Capacity(9)).close(Outcome.FINISHED)
     assert admission.retry_after_s(20) == pytest.approx(10.0, rel=0.1)
     assert admission.retry_after_s(1) == 1.0
     assert admission.retry_after_s(10_000) == 60.0
+
+
+def test_a_quiet_time_says_nothing_of_how_fast_places_become_free() -> None:
+    clock = Clock()
+    admission = make_admission(clock, sequences=10)
+    for _ in range(5):
+        clock.now += 60.0
+        admission.admit(make_request(), capacity=Capacity(9)).close(Outcome.FINISHED)
+    running = [admission.admit(make_request(), capacity=Capacity(9)) for _ in range(19)]
+    clock.now += 0.1
+    with pytest.raises(Overloaded) as caught:
+        admission.admit(make_request(), capacity=Capacity(9))
+    assert (caught.value.reason, caught.value.retry_after_s) == ("queue_full", UNKNOWN_RETRY_S)
+    # While all places are taken, each that becomes free counts.
+    for ticket in running[:6]:
+        clock.now += 2.0
+        ticket.close(Outcome.FINISHED)
+        admission.admit(make_request(), capacity=Capacity(9))
+    with pytest.raises(Overloaded) as caught:
+        admission.admit(make_request(n=5), capacity=Capacity(9))
+    assert caught.value.retry_after_s == pytest.approx(10.0, rel=0.2)
