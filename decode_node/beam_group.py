@@ -22,6 +22,7 @@ import torch
 from engine.errors import AttemptFailed
 from engine.sampling_params import SamplingParams
 from engine.tokens import FinishReason, PositionLogprobs, SampledToken, TokenLogprob
+from kernels import ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,11 +202,8 @@ class BeamGroup:
 
 def candidates(logits: torch.Tensor, count: int) -> SampledToken | AttemptFailed:
     """The most likely token of a row of logits [vocab] float32, and as its log probabilities the `count` likeliest."""
-    total = torch.logsumexp(logits, dim=-1)
-    if not bool(torch.isfinite(total)):
+    (ranked,) = ops.rank_tokens([logits], [0], [count])  # Of token 0 nothing is wanted.
+    if ranked is None:
         return AttemptFailed("the model gave logits that are not finite", reason="nonfinite_logits")
-    values, token_ids = torch.topk(logits, min(count, logits.shape[0]))
-    # Of equal logits the lowest id comes first, whatever topk does.
-    best = sorted(zip((values - total).tolist(), token_ids.tolist(), strict=True), key=lambda pair: (-pair[0], pair[1]))
-    entries = tuple(TokenLogprob(token_id, logprob, rank) for rank, (logprob, token_id) in enumerate(best, 1))
+    entries = tuple(TokenLogprob(token_id, logprob, rank) for rank, (token_id, logprob) in enumerate(ranked.top, 1))
     return SampledToken(entries[0].token_id, entries)
