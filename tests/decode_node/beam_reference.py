@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels import torch_sampling
+
 NextLogits = Callable[[Sequence[int]], torch.Tensor]
 """Logits [vocab] float32 of the token after a text."""
 
@@ -37,13 +39,13 @@ def beam_search(
         grown: list[tuple[list[int], float]] = []
         for tokens, total in alive:
             logits = next_logits([*prompt, *tokens])
-            logprobs = (logits - torch.logsumexp(logits, dim=-1)).tolist()
-            likely = sorted(range(len(logprobs)), key=lambda token: (-logprobs[token], token))
-            for token in likely[: max(2 * width, width + len(ends))]:
+            ranked = torch_sampling.rank(logits, 0, max(2 * width, width + len(ends)))
+            assert ranked is not None
+            for token, logprob in ranked.top:
                 if token in ends:
-                    found.append(([*tokens, token], total + logprobs[token], True))
+                    found.append(([*tokens, token], total + logprob, True))
                 else:
-                    grown.append(([*tokens, token], total + logprobs[token]))
+                    grown.append(([*tokens, token], total + logprob))
         alive = sorted(grown, key=lambda beam: -beam[1])[:width]
     found += [(tokens, total, False) for tokens, total in alive]
     results = []

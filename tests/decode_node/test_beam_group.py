@@ -179,6 +179,16 @@ def test_a_beam_goes_on_in_its_place_and_a_second_child_takes_a_free_one() -> No
     assert [(c.slot, c.parent, c.token_id) for c in chosen] == [(0, 0, 4), (1, 1, 6), (2, 0, 5)]
 
 
+def test_candidates_are_the_likeliest_tokens_and_of_equals_the_lowest_first() -> None:
+    logits = torch.tensor([0.5, 3.0, -1.0, 3.0, 0.5, -torch.inf, 3.0])
+    expected = logits.double().log_softmax(-1)
+    for count, tokens in ((2, [1, 3]), (4, [1, 3, 6, 0]), (9, [1, 3, 6, 0, 4, 2, 5])):
+        token = candidates(logits, count)
+        assert isinstance(token, SampledToken) and token.token_id == 1
+        assert [(entry.token_id, entry.rank) for entry in token.logprobs] == list(zip(tokens, range(1, 8), strict=False))
+        assert [entry.logprob for entry in token.logprobs] == pytest.approx(expected[tokens].tolist(), abs=1e-6)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_logits_that_are_not_finite_are_an_error(bad: float) -> None:
     logits = torch.zeros(8)
