@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from router.generation_response import ABORT_CONNECTION
@@ -28,16 +29,19 @@ class _HeadersTooLarge(Exception):
 class RouterHttpProtocol(HttpToolsProtocol):
     """One connection.
 
-    The parser itself puts no bound on headers, so they are counted twice: bytes of a head that is still incomplete, and
-    what a complete one held. A body that nobody wants, after an early answer, is read on for a while so that the
-    client gets to see the answer. A client that sends its request drop by drop does not hold the connection for ever.
+    The parser itself puts no bound on headers, so they are counted twice: bytes of a head that is still incomplete (or of
+    what follows a body's last chunk), and what a complete one held. A body that nobody wants, after an early answer, is
+    read on for a while so that the client gets to see the answer. A client that sends its request drop by drop does not
+    hold the connection for ever. One that would like another protocol (as Java's client would HTTP/2) is served in this
+    one: its request is parsed again without that wish, since the parser takes what follows it for the other protocol.
     """
 
     arrival_s = ARRIVAL_S
     """Shorter in tests."""
 
     _is_in_head = False
-    _has_completed = False
+    _is_in_body = False
+    _has_moved = False
     _head_bytes = 0
     _discarded_bytes = 0
     _are_headers_too_large = False
@@ -59,14 +63,51 @@ class RouterHttpProtocol(HttpToolsProtocol):
         if self._is_refused:
             self._discard(len(data))
             return
-        self._has_completed = False
-        super().data_received(data)
-        # Where a message ended in these bytes, most of them need not belong to the head that follows.
-        if self._is_in_head and not self._has_completed:
+        self._has_moved = False
+        self._parse(data)
+        # Where a body, or a message, ended in these bytes, most of them need not belong to what follows.
+        if self._has_moved or self._is_refused:
+            return
+        if self._is_in_head or self._is_in_body:
             self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEADER_BYTES and not self._is_refused:
-                self._are_headers_too_large = True
-                self.send_400_response("")
+            if self._head_bytes <= MAX_HEADER_BYTES:
+                return
+            if self._is_in_body and self.cycle.response_started:
+                self.transport.abort()
+                return
+            self._are_headers_too_large = True
+            self.send_400_response("")
+        elif self._arrival is None:
+            # Empty lines between requests: they have ended the wait for the next one.
+            self._expect_request()
+
+    def _parse(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        rest = memoryview(data)
+        try:
+            while len(rest):
+                try:
+                    self.parser.feed_data(rest)
+                    return
+                except HttpParserUpgrade as upgrade:
+                    if not self._asks_for_upgrade():
+                        return  # CONNECT, which is refused.
+                    rest = rest[upgrade.args[0] :]
+                    head = self._head_without_upgrade()
+                    self.parser = HttpRequestParser(self)
+                    self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # As uvicorn's.
+                    self.parser.feed_data(head)
+        except HttpParserError:
+            self.send_400_response("")
+
+    def _asks_for_upgrade(self) -> bool:
+        return self.parser.should_upgrade() and any(name == b"upgrade" for name, _ in self.headers)
+
+    def _head_without_upgrade(self) -> bytes:
+        version = self.parser.get_http_version().encode()
+        lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version]
+        lines += [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        return b"\r\n".join(lines) + b"\r\n\r\n"
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -77,19 +118,26 @@ class RouterHttpProtocol(HttpToolsProtocol):
         self.scope["state"][ABORT_CONNECTION] = self.transport.abort
 
     def on_headers_complete(self) -> None:
-        self._is_in_head = False
-        self._head_bytes = 0
         if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > MAX_HEADER_BYTES:
             self._are_headers_too_large = True
             raise _HeadersTooLarge
+        if self._asks_for_upgrade():
+            return
+        self._is_in_head, self._is_in_body = False, True
+        self._head_bytes = 0
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
+        if self._asks_for_upgrade():
+            return
         super().on_message_complete()
         self._end_arrival()
-        self._has_completed = True
+        self._is_in_body = False
+        self._has_moved = True
 
     def on_body(self, body: bytes) -> None:
+        self._has_moved = True
+        self._head_bytes = 0
         if self.cycle.response_complete:
             self._discard(len(body))
         super().on_body(body)
@@ -104,7 +152,7 @@ class RouterHttpProtocol(HttpToolsProtocol):
             self._arrival = None
 
     def _arrival_failed(self) -> None:
-        earlier = self.cycle if self._is_in_head else None
+        earlier = None if self._is_in_body else self.cycle
         if self.pipeline or (earlier is not None and not earlier.response_complete):
             # The client sent this one while an earlier one is being answered: that comes first.
             self._expect_request()

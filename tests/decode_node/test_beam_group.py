@@ -185,7 +185,9 @@ def test_candidates_are_the_likeliest_tokens_and_of_equals_the_lowest_first() ->
     for count, tokens in ((2, [1, 3]), (4, [1, 3, 6, 0]), (9, [1, 3, 6, 0, 4, 2, 5])):
         token = candidates(logits, count)
         assert isinstance(token, SampledToken) and token.token_id == 1
-        assert [(entry.token_id, entry.rank) for entry in token.logprobs] == list(zip(tokens, range(1, 8), strict=False))
+        assert [(entry.token_id, entry.rank) for entry in token.logprobs] == list(
+            zip(tokens, range(1, 8), strict=False)
+        )
         assert [entry.logprob for entry in token.logprobs] == pytest.approx(expected[tokens].tolist(), abs=1e-6)
 
 

@@ -42,6 +42,18 @@ async def test_header_of_100_kb_is_431_in_one_piece_and_in_many() -> None:
         assert (await server.client.get("/health")).status_code == 200
 
 
+async def test_headers_after_the_last_chunk_are_limited_too() -> None:
+    body = json.dumps({"model": MODEL, "prompt": "red"}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    whole = head + b"%x\r\n%b\r\n0\r\n" % (len(body), body)
+    async with serving() as server:
+        status, _ = await exchange(server, whole, b"X-Sum: 1\r\n", b"\r\n")
+        assert status == 200
+        for trailers in ([b"X-A: " + b"a" * 9000 + b"\r\n"] * 9, [b"X-A: ", *[b"a" * 9000] * 9]):
+            status, refusal = await exchange(server, whole, *trailers)
+            assert status == 431 and refusal["error"]["code"] == "headers_too_large"
+
+
 async def test_header_below_the_limit_is_fine() -> None:
     async with serving() as server:
         response = await server.client.get("/health", headers={"X-Long": "a" * 30_000})
@@ -126,3 +138,40 @@ async def test_connection_that_never_asks_is_closed_and_one_that_did_is_kept(mon
             await asyncio.sleep(0.5)
         assert not reader.at_eof()
         writer.close()
+
+
+async def test_empty_lines_after_a_request_do_not_keep_a_connection_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RouterHttpProtocol, "arrival_s", 0.2)
+    async with serving() as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"\r\n")
+        await asyncio.wait_for(reader.read(), 5)
+        writer.close()
+
+
+@pytest.mark.parametrize("wish", [b"h2c", b"websocket"])
+async def test_wish_for_another_protocol_is_passed_over(wish: bytes) -> None:
+    body = json.dumps({"model": MODEL, "prompt": "red", "max_tokens": 2}).encode()
+    start = b" HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: AAEA\r\nUpgrade: " + wish
+    post = b"POST /v1/completions" + start + b"\r\nContent-Type: application/json\r\n"
+    sized = post + b"Content-Length: %d\r\n\r\n" % len(body)
+    chunked = post + b"Transfer-Encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    asked = b"GET /v1/models" + start + b"\r\n\r\n"
+    async with serving() as server:
+        for pieces in ([sized + body], [sized, body[:9], body[9:]], [chunked], [post, chunked[len(post) :]]):
+            status, answer = await exchange(server, *pieces)
+            assert (status, answer["object"]) == (200, "text_completion")
+        # One after the other, on the same connection.
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(asked + sized + body + asked + chunked)
+        for kind in (b'"object":"list"', b'"object":"text_completion"') * 2:
+            assert kind in await asyncio.wait_for(_answer(reader), 5)
+        writer.close()
+
+
+async def _answer(reader: asyncio.StreamReader) -> bytes:
+    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    assert head.startswith(b"http/1.1 200")
+    return await reader.readexactly(int(head.partition(b"content-length: ")[2].split()[0]))
