@@ -284,9 +284,8 @@ def _folder_of_dtype(files: ModelFiles, dtype: str) -> Path:
     stored = DTYPE_OF_TORCH_NAME[dtype]
     entries = [entry for file in weight_files(files.folder) for entry in read_entries(file)]
     if unknown := next((entry for entry in entries if entry.dtype not in TORCH_NAME_OF_DTYPE), None):
-        raise _not_supported(
-            f"The weight {unknown.name} is stored as {unknown.dtype}", "dtypes of weights", DTYPE_BYTES
-        )
+        stored_as = f"The weight {unknown.name} is stored as {unknown.dtype}"
+        raise _not_supported(stored_as, "dtypes of weights", DTYPE_BYTES)
     if all(entry.dtype == stored for entry in entries):
         return files.folder
     digest = xxhash.xxh3_128_hexdigest(_weights_digest(files.folder).encode())

@@ -44,7 +44,8 @@ async def test_header_of_100_kb_is_431_in_one_piece_and_in_many() -> None:
 
 async def test_headers_after_the_last_chunk_are_limited_too() -> None:
     body = json.dumps({"model": MODEL, "prompt": "red"}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += b"Transfer-Encoding: chunked\r\n\r\n"
     whole = head + b"%x\r\n%b\r\n0\r\n" % (len(body), body)
     async with serving() as server:
         status, _ = await exchange(server, whole, b"X-Sum: 1\r\n", b"\r\n")
