@@ -308,7 +308,7 @@ class RedisDirectory(Directory):
         lifetime_ms = _ms(ttl_s + COMMAND_TIMEOUT_S)
 
         async def write(values: Mapping[Any, bytes]) -> None:
-            pipeline = self._redis.pipeline(transaction=False)
+            pipeline = self._redis.pipeline(transaction=True)
             pipeline.hset(new_key, mapping=dict(values))
             pipeline.pexpire(new_key, lifetime_ms)
             await pipeline.execute()

@@ -30,10 +30,10 @@ class RouterHttpProtocol(HttpToolsProtocol):
     """One connection.
 
     The parser itself puts no bound on headers, so they are counted twice: bytes of a head that is still incomplete (or
-    of what follows a body's last chunk), and what a complete one held. A body that nobody wants, after an early answer, is
-    read on for a while so that the client gets to see the answer. A client that sends its request drop by drop does not
-    hold the connection for ever. One that would like another protocol (as Java's would HTTP/2) is served in this one: its
-    request is parsed again without that wish, since the parser takes what follows for the other protocol.
+    of what follows a body's last chunk), and what a complete one held. A body that nobody wants, after an early answer,
+    is read on for a while so that the client gets to see the answer. A client that sends its request drop by drop does
+    not hold the connection for ever. One that would like another protocol (as Java's would HTTP/2) is served in this
+    one: its request is parsed again without that wish, since the parser takes what follows for the other protocol.
     """
 
     arrival_s = ARRIVAL_S

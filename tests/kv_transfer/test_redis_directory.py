@@ -354,6 +354,27 @@ async def test_a_republish_that_dies_half_way_leaves_nothing_behind(
     assert 0 < client.pttl(key) <= 1200
 
 
+class CuttingProxy(DelayingProxy):
+    """Ends every connection before the first time to live that is set."""
+
+    @staticmethod
+    def _write(sink: asyncio.StreamWriter, data: bytes) -> None:
+        before, expiry, _ = data.partition(b"PEXPIRE")
+        DelayingProxy._write(sink, before)
+        if expiry:
+            sink.close()
+
+
+async def test_a_republish_cut_in_the_middle_of_a_message_leaves_nothing_for_ever(redis_server: RedisProcess) -> None:
+    async with CuttingProxy(redis_server.port, 0.0) as proxy:
+        directory = RedisDirectory(proxy.url, "test")
+        with pytest.raises(DirectoryUnavailable):
+            await directory.republish(NODE, EPOCH, 1, chain(5), TTL_S)
+        await directory.close()
+    client = redis_server.client()
+    assert [key for key in client.keys("*") if client.pttl(key) == -1] == []
+
+
 async def test_two_clusters_share_a_server(redis_server: RedisProcess, directory: RedisDirectory) -> None:
     other = RedisDirectory(redis_server.url, "other")
     await directory.register(RECORD, TTL_S)
