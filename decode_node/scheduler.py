@@ -9,7 +9,9 @@ Queues, in order of place in line, and what moves an entry on:
     reserved   hand-offs whose blocks are promised to a prefill node; `join` or `give_up` ends that
     running    each step computes one token of those that are up to date, and chunks of the others: with what is left of
                the budget, and not so much that the first ones wait too long. When blocks run out the last in line goes
-               back to waiting, its K/V copied to host memory where that is the quicker way back (costs.py)
+               back to waiting, its K/V copied to host memory where that is the quicker way back (costs.py). But when
+               it could only make way for hand-offs behind it, it keeps its blocks and sits out steps until these end:
+               what is promised to another process is not taken back, and a hand-off that has joined runs behind it
 
 Copies are a part of steps, made before the step computes, and as bounded as prompts in it are: a few blocks of a
 preempted sequence go out per step, from its end, and come back as if they were computed. A block that is saved counts
@@ -498,7 +500,7 @@ class DecodeScheduler:
     # -- inside: growth and preemption ----------------------------------------------------------------------
 
     def _grow(self, sequence: DecodeSequence, num_tokens: int) -> bool:
-        """Make room for its first `num_tokens`, at the cost of the last in line; False when that was this one."""
+        """Make room for its first `num_tokens`, at the cost of the last in line; False when it is not in this step."""
         if not sequence.is_running:
             return False
         first = sequence.num_computed // self._layout.block_size
@@ -519,13 +521,26 @@ class DecodeScheduler:
         return True
 
     def _make_way(self, sequence: DecodeSequence) -> bool:
-        """Free a block of who was preempted, or else preempt the last in line; False when that was this one."""
+        """Free a block of who was preempted, or else preempt the last in line.
+
+        False when that is this one: it is preempted, or sits this step out.
+        """
         if self._saving:
             self._save(1)
             return True
         last = self._running[-1]
+        if last is sequence and self._gets_blocks_later(sequence):
+            return False
         self._preempt(last)
         return last is not sequence
+
+    def _gets_blocks_later(self, sequence: DecodeSequence) -> bool:
+        """Whether the last of the running ones will get blocks without making way for anybody before it.
+
+        From hand-offs behind it, that is, which join or are given up within their deadline; and from senders that stop.
+        """
+        is_before_some = any(reservation.arrival > sequence.arrival for reservation in self._reserved)
+        return is_before_some or self._pool.counts.quarantined > 0
 
     def _preempt(self, sequence: DecodeSequence) -> None:
         num_computed = sequence.num_computed

@@ -337,6 +337,59 @@ class TestPreemption:
         queue.admit()
         assert next(iter(step(queue))) is first
 
+    def first_in_need(self) -> tuple[Harness, BlockPool, DecodeSequence, Reservation]:
+        """The first in line has outlived what was expected, and all the rest is promised to a hand-off behind it."""
+        queue, pool = scheduler(8)
+        first, later = sequence(6), sequence(23, first=50)
+        start(queue, first)
+        step(queue)
+        reservation = hand_off(queue, later)
+        assert queue.admit() == [reservation] and not pool.num_allocatable
+        assert [step(queue), step(queue)] == [{first: (6, 1)}, {first: (7, 1)}]
+        assert step(queue) == {}, "it waits with its blocks"
+        assert (first.is_running, first.num_preemptions, queue.preemptions) == (True, 0, 0)
+        return queue, pool, first, reservation
+
+    def test_the_first_takes_back_what_was_promised_to_one_behind_it_when_that_one_joins(self) -> None:
+        queue, pool, first, reservation = self.first_in_need()
+        arrives_with_first_tokens(queue, reservation)
+        assert step(queue) == {first: (8, 1)}
+        assert queue.take_preempted() == [reservation.leader]
+        queue.end(first)
+        queue.admit()
+        assert step(queue)[reservation.leader] == (20, 4)
+        queue.end(reservation.leader)
+        assert_idle(queue, pool)
+
+    def test_the_first_goes_on_when_the_hand_off_behind_it_is_given_up(self) -> None:
+        queue, pool, first, reservation = self.first_in_need()
+        promised = reservation.block_ids
+        pool.quarantine(promised)
+        queue.give_up(reservation)
+        # Nobody may have the blocks while somebody may still write there.
+        assert step(queue) == {} and first.is_running
+        pool.end_quarantine(promised)
+        assert step(queue) == {first: (8, 1)}
+        queue.end(first)
+        assert_idle(queue, pool)
+
+    def test_one_that_cannot_go_on_makes_way_for_a_hand_off_before_it(self) -> None:
+        queue, pool = scheduler(8)
+        early, late = sequence(23), sequence(6, first=50)
+        start(queue, late)
+        step(queue)
+        reservation = hand_off(queue, early)
+        assert queue.admit() == [reservation]
+        assert [step(queue) for _ in range(3)] == [{late: (6, 1)}, {late: (7, 1)}, {}]
+        assert late.num_preemptions == 1
+        arrives_with_first_tokens(queue, reservation)
+        assert step(queue) == {early: (23, 1)}
+        queue.end(early)
+        queue.admit()
+        assert late in step(queue)
+        queue.end(late)
+        assert_idle(queue, pool)
+
 
 class TestHostCopies:
     BLOCK_BYTES = LAYOUT.block_bytes
