@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -37,6 +38,9 @@ WARM_UP = ((1, 128, 8), (1, 2048, 1), (4, 64, 4))
 
 WARM_UP_GUESS_S = 12.0
 
+_LOST = (ChildProcessError, ConnectionError, TimeoutError, httpx.HTTPError)
+"""What a server that does not start, or goes, raises."""
+
 
 def run(settings: PeersSettings) -> int:
     """0 when every seat measured something, else 1."""
@@ -57,10 +61,13 @@ def run(settings: PeersSettings) -> int:
     whole = Run(settings, setting, row_names, rounds, {seat: {} for seat in seats})
     _say(f"{rounds} rounds of {len(seats)} servers, about {whole.left_s() / 60:.0f} minutes if tokens cost the usual.")
     try:
-        for number in range(rounds):
-            for seat in seats:
-                measure_seat(whole, seat, number)
-                _say(f"about {whole.left_s() / 60:.0f} minutes left")
+        if settings.together:
+            measure_together(whole)
+        else:
+            for number in range(rounds):
+                for seat in seats:
+                    measure_seat(whole, seat, number)
+                    _say(f"about {whole.left_s() / 60:.0f} minutes left")
     finally:  # also when it is interrupted
         if any(whole.measured.values()):
             Console(width=None if sys.stdout.isatty() else 160).print(table_of(list(compare(whole.measured)), rounds))
@@ -91,7 +98,11 @@ class Run:
     def left_s(self) -> float:
         """By guess, and then by how well the guess did so far."""
         names, is_quick = self.row_names, self.settings.quick
-        whole_s = self.rounds * sum(guess_s(ENGINES[name], names, is_quick) for name, _ in self.measured)
+        starts = 1 if self.settings.together else self.rounds
+        whole_s = sum(
+            starts * guess_s(ENGINES[name], (), is_quick) + self.rounds * rows_guess_s(names, is_quick)
+            for name, _ in self.measured
+        )
         pace = (time.monotonic() - self.started_s) / self.guessed_done_s if self.guessed_done_s else 1.0
         return max(0.0, whole_s - self.guessed_done_s) * pace
 
@@ -133,7 +144,12 @@ def make_setting(settings: PeersSettings) -> Setting:
 
 def guess_s(engine: Engine, row_names: Sequence[str], is_quick: bool) -> float:
     """About how long one server takes with all its rows."""
-    return engine.start_s + WARM_UP_GUESS_S + sum(ROWS[name].guess_s(is_quick) for name in row_names)
+    return engine.start_s + WARM_UP_GUESS_S + rows_guess_s(row_names, is_quick)
+
+
+def rows_guess_s(row_names: Sequence[str], is_quick: bool) -> float:
+    """About how long these rows take."""
+    return sum(ROWS[name].guess_s(is_quick) for name in row_names)
 
 
 def measure_seat(run: Run, seat: Seat, number: int) -> None:
@@ -141,50 +157,89 @@ def measure_seat(run: Run, seat: Seat, number: int) -> None:
 
     A row that fails is None, and said. One that an interruption cut is not there.
     """
-    name, layout = seat
-    engine, values = ENGINES[name], run.measured[seat]
-    text = f"round {number + 1}, {name} {layout.value}"
-    guessed_before_s = run.guessed_done_s
+    guessed_before_s, text = run.guessed_done_s, f"round {number + 1}, "
     try:
-        with started_server(engine.command(run.setting, layout)) as server:
-            _say(f"{text}: ready after {server.ready_s:.0f} s, load {os.getloadavg()[0]:.1f}")
-            body = {"temperature": 0, **engine.body(run.setting)}
-            target = Target(f"{server.url}/completions", server.model, body=body)
-            asyncio.run(_measure_rows(run, engine, target, values, number))
-    except (ChildProcessError, ConnectionError, TimeoutError, httpx.HTTPError) as error:
-        _say(f"{text}: {type(error).__name__}: {error}")
+        with _server_of(run, seat, text) as target:
+            asyncio.run(_warm_up(run, seat, target, number))
+            for row_name in run.row_names:
+                asyncio.run(_measure_row(run, seat, target, number, row_name))
+    except _LOST as error:
+        _say(f"{text}{_name_of(seat)}: {type(error).__name__}: {error}")
     for row_name in run.row_names:
-        if len(of_row := values.setdefault(row_name, [])) == number:
+        if len(of_row := run.measured[seat].setdefault(row_name, [])) == number:
             of_row.append(None)
-    run.guessed_done_s = guessed_before_s + guess_s(engine, run.row_names, run.settings.quick)
+    run.guessed_done_s = guessed_before_s + guess_s(ENGINES[seat[0]], run.row_names, run.settings.quick)
     run.save()
 
 
-async def _measure_rows(run: Run, engine: Engine, target: Target, values: Values, number: int) -> None:
-    """All engines get the same prompts in one round, and others in the next, so that no cache helps."""
-    vocabulary, is_quick = Vocabulary.of_tokenizer(str(run.setting.folder)), run.settings.quick
-
-    def maker(part: int) -> PromptMaker:
-        draw = np.random.default_rng([run.settings.seed, number, part])
-        return PromptMaker(vocabulary, draw, as_text=engine.takes_text)
-
-    async with StreamClient(target) as client:
-        warm_up = maker(0)
-        for count, input_len, output_len in WARM_UP:
-            work = random_work(warm_up, count, RandomLengths(input_len, output_len))
-            await run_load(client, work, [0.0] * count)
-        run.guessed_done_s += guess_s(engine, (), is_quick)
-        for row_name in run.row_names:
-            figures = None
+def measure_together(run: Run) -> None:
+    """Start all servers, and keep them while they take turns row by row. One that does not start has None in each."""
+    with contextlib.ExitStack() as servers:
+        targets: dict[Seat, Target] = {}
+        for seat in run.measured:
             try:
-                figures = await ROWS[row_name].measure(client, maker(1 + list(ROWS).index(row_name)), is_quick)
-            except RowFailed as error:
-                _say(f"{row_name} failed: {error}")
-            else:
-                _say(f"{row_name}: " + ", ".join(f"{key} {value:.4g}" for key, value in figures.items()))
-            values.setdefault(row_name, []).append(figures)
-            run.guessed_done_s += ROWS[row_name].guess_s(is_quick)
+                targets[seat] = servers.enter_context(_server_of(run, seat, ""))
+                asyncio.run(_warm_up(run, seat, targets[seat], 0))
+            except _LOST as error:
+                targets.pop(seat, None)
+                _say(f"{_name_of(seat)}: {type(error).__name__}: {error}")
+        for number in range(run.rounds):
+            for row_name in run.row_names:
+                for seat in run.measured:
+                    if seat in targets:
+                        _say(f"round {number + 1}, {_name_of(seat)}")
+                        asyncio.run(_measure_row(run, seat, targets[seat], number, row_name))
+                    else:
+                        run.measured[seat].setdefault(row_name, []).append(None)
             run.save()
+            _say(f"about {run.left_s() / 60:.0f} minutes left")
+
+
+def _name_of(seat: Seat) -> str:
+    name, layout = seat
+    return f"{name} {layout.value}"
+
+
+@contextlib.contextmanager
+def _server_of(run: Run, seat: Seat, text: str) -> Iterator[Target]:
+    """The server of a seat; raises one of _LOST when it does not start."""
+    name, layout = seat
+    engine = ENGINES[name]
+    with started_server(engine.command(run.setting, layout)) as server:
+        _say(f"{text}{_name_of(seat)}: ready after {server.ready_s:.0f} s, load {os.getloadavg()[0]:.1f}")
+        body = {"temperature": 0, **engine.body(run.setting)}
+        yield Target(f"{server.url}/completions", server.model, body=body)
+
+
+def _maker(run: Run, seat: Seat, number: int, part: int) -> PromptMaker:
+    """All engines get the same prompts in one round, and others in the next, so that no cache helps."""
+    vocabulary = Vocabulary.of_tokenizer(str(run.setting.folder))
+    draw = np.random.default_rng([run.settings.seed, number, part])
+    return PromptMaker(vocabulary, draw, as_text=ENGINES[seat[0]].takes_text)
+
+
+async def _warm_up(run: Run, seat: Seat, target: Target, number: int) -> None:
+    maker = _maker(run, seat, number, 0)
+    async with StreamClient(target) as client:
+        for count, input_len, output_len in WARM_UP:
+            work = random_work(maker, count, RandomLengths(input_len, output_len))
+            await run_load(client, work, [0.0] * count)
+    run.guessed_done_s += guess_s(ENGINES[seat[0]], (), run.settings.quick)
+
+
+async def _measure_row(run: Run, seat: Seat, target: Target, number: int, row_name: str) -> None:
+    row, figures = ROWS[row_name], None
+    maker = _maker(run, seat, number, 1 + list(ROWS).index(row_name))
+    try:
+        async with StreamClient(target) as client:
+            figures = await row.measure(client, maker, run.settings.quick)
+    except RowFailed as error:
+        _say(f"{row_name} failed: {error}")
+    else:
+        _say(f"{row_name}: " + ", ".join(f"{key} {value:.4g}" for key, value in figures.items()))
+    run.measured[seat].setdefault(row_name, []).append(figures)
+    run.guessed_done_s += row.guess_s(run.settings.quick)
+    run.save()
 
 
 def _facts(settings: PeersSettings, setting: Setting, rounds: int) -> dict[str, Any]:

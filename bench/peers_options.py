@@ -23,10 +23,15 @@ class PeersSettings:
     )
     threads: Annotated[str, flag(WHAT, "Of 1, 2, and pd: prefill and decode with one thread each.")] = "1,2,pd"
     repeats: Annotated[
-        int | None, flag(WHAT, "Starts of each server; engines take turns.", show_default="3; 1 with --quick")
+        int | None,
+        flag(WHAT, "Rounds of turns; each starts servers anew.", show_default="3; 1 with --quick"),
     ] = None
     quick: Annotated[
         bool, flag(WHAT, "Less work in each row, and one round unless --repeats asks for more.", "--quick")
+    ] = False
+    together: Annotated[
+        bool,
+        flag(WHAT, "Start every server once, keep all in memory, take turns row by row: less waiting.", "--together"),
     ] = False
     model: Annotated[str, flag(WHAT, "What pdserve takes: a Hugging Face id, a folder or a GGUF file.")] = (
         "HuggingFaceTB/SmolLM2-135M-Instruct"

@@ -44,8 +44,9 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
     return ended.value.code, out, err
 
 
+@pytest.mark.parametrize("together", [False, True])
 def test_engines_take_turns_and_one_that_fails_does_not_end_the_others(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, together: bool
 ) -> None:
     both = frozenset({Layout.ONE, Layout.TWO})
     monkeypatch.setitem(ENGINES, OURS, fake_engine(both))
@@ -58,10 +59,13 @@ def test_engines_take_turns_and_one_that_fails_does_not_end_the_others(
         capsys,
         *("--peers", "vllm,llama.cpp", "--rows", "single,prefix", "--threads", "2", "--repeats", 2),
         *("--result-filename", file),
+        *(["--together"] if together else []),
     )
     assert code == 1, err  # llama.cpp measured nothing
     order = [line.split(":")[0] for line in err.splitlines() if line.startswith("round")]
-    assert order == [f"round {number}, {name} 2" for number in (1, 2) for name in (OURS, "vllm", "llama.cpp")]
+    turns = [OURS, "vllm", OURS, "vllm"] if together else [OURS, "vllm", "llama.cpp"]
+    assert order == [f"round {number}, {name} 2" for number in (1, 2) for name in turns]
+    assert len([line for line in err.splitlines() if "ready after" in line]) == (2 if together else 4)
     assert "2 rounds of 3 servers, about" in err
     result = json.loads(file.read_text())
     rounds = result["measured"]["vllm 2"]["single"]
