@@ -251,7 +251,8 @@ class PrefillScheduler:
             job.num_computed += chunk.length
             full_blocks = job.num_computed // self._layout.block_size
             for index in range(chunk.start // self._layout.block_size, full_blocks):
-                self._pool.publish(job.block_ids[index], job.block_hashes[index])
+                # Nothing reads a block that is full only now: it is sent after this.
+                job.block_ids[index] = self._pool.publish_or_adopt(job.block_ids[index], job.block_hashes[index])
                 self._unclaim(job, job.block_hashes[index])
             if job.is_finished:
                 self._drop(job)

@@ -358,6 +358,21 @@ def test_one_that_needs_every_token_neither_waits_nor_keeps_others_waiting_for_e
     assert step(queue) == [(later, 20, 3)]
 
 
+def test_what_is_computed_twice_is_kept_once_and_what_follows_it_can_be_reached() -> None:
+    queue, pool = scheduler(32)
+    queue.add(first := job_of(SYSTEM))
+    step(queue)
+    queue.add(scored := job_of([*SYSTEM, *range(14)], prompt_logprobs=0))
+    assert step(queue) == [(scored, 0, 36)]
+    assert scored.block_ids[:5] == first.block_ids[:5] and pool.counts.in_use == 6 + 4
+    queue.finish(first)
+    # Everything that can be evicted is.
+    pool.release(pool.allocate(pool.num_allocatable))
+    assert pool.peek(scored.block_hashes) == len(pool.cached_hashes()) == 9
+    queue.finish(scored)
+    assert_idle(queue, pool)
+
+
 @settings(max_examples=80, deadline=None)
 @given(
     arrivals=st.lists(st.lists(st.tuples(st.integers(1, 40), st.integers(-1, 1)), max_size=4), max_size=10),
@@ -449,14 +464,27 @@ class RandomPrefill(RuleBasedStateMachine):
         self.queue, self.pool = scheduler(10, budget=7, places=3, ungranted=3)
         self.alive: list[PrefillJob] = []
         self.on_device: PrefillDecision | None = None
+        self.before: dict[BlockHash, BlockHash] = {}
 
     @invariant()
     def the_books_balance(self) -> None:
         self.queue.check_invariants()
 
-    @rule(length=st.integers(1, 40), first=st.integers(0, 2), priority=st.integers(-1, 1))
-    def arrives(self, length: int, first: int, priority: int) -> None:
-        self.alive.append(job(length, first=100 * first, priority=priority))
+    @invariant()
+    def no_cached_chain_has_a_hole(self) -> None:
+        findable = set(self.pool.cached_hashes())
+        assert all(self.before.get(block_hash, block_hash) in findable for block_hash in findable)
+
+    @rule(
+        length=st.integers(1, 40),
+        first=st.integers(0, 2),
+        priority=st.integers(-1, 1),
+        scored=st.sampled_from((None, 0)),
+    )
+    def arrives(self, length: int, first: int, priority: int, scored: int | None) -> None:
+        self.alive.append(job(length, first=100 * first, priority=priority, prompt_logprobs=scored))
+        hashes = self.alive[-1].block_hashes
+        self.before.update(zip(hashes[1:], hashes, strict=False))
         self.queue.add(self.alive[-1])
 
     @precondition(lambda self: self.alive)
