@@ -62,21 +62,23 @@ class Door:
     def _check_beams(self, message: pb.StartAttempt, sampling: SamplingParams) -> None:
         width = message.beam_search.width
         ranks = [start.index for start in message.sequences]
+        # A search shows as many hypotheses as it has beams, unless `best_of` asked for more beams.
+        param = "n" if width == len(ranks) else "best_of"
         if any(start.output_token_ids for start in message.sequences) or not max(ranks) < width <= self.max_num_seqs:
             raise InvalidRequest(
                 f"a beam search has {width} beams for ranks up to {max(ranks)}; a decode node runs {self.max_num_seqs} "
                 "sequences at once, and none may have output",
-                param="n",
+                param=param,
             )
         if width + len(sampling.eos_token_ids) + len(sampling.stop_token_ids) > self.vocab_size:
-            raise InvalidRequest("there are more beams than tokens to go on with", param="n")
+            raise InvalidRequest("there are more beams than tokens to go on with", param=param)
         if not abs(message.beam_search.length_penalty) <= _MAX_LENGTH_PENALTY:
             raise InvalidRequest(f"length_penalty must be within ±{_MAX_LENGTH_PENALTY:g}", param="length_penalty")
         shared = len(message.prompt_token_ids) // self.layout.block_size
         longest = min(len(message.prompt_token_ids) + sampling.max_tokens, self.max_model_len)
         # One block more for each beam, whose last full block may be computed again beside the one that is cached.
         if shared + width * (self.layout.blocks_for(longest) - shared + 1) > self.num_blocks:
-            raise InvalidRequest("so many beams of that length need more KV blocks than a decode node has", param="n")
+            raise InvalidRequest("so many beams of that length need more KV blocks than a decode node has", param=param)
 
     def _check_sequences(self, message: pb.StartAttempt, sampling: SamplingParams) -> None:
         outputs = [start.output_token_ids for start in message.sequences]
@@ -84,8 +86,10 @@ class Door:
         if not indices or len(set(indices)) < len(indices) or (len(indices) > 1 and any(outputs)):
             raise InvalidRequest("sequences must be distinct, and a moved one must come alone", param="sequences")
         if len(indices) > self.max_num_seqs:
+            # Whether the client said `n` or `best_of` is not on the wire.
             raise InvalidRequest(
-                f"n is {len(indices)}, and a decode node runs {self.max_num_seqs} sequences at once", param="n"
+                f"n, or best_of, asks for {len(indices)} sequences, and a decode node runs {self.max_num_seqs} at once",
+                param="n",
             )
         if any(len(output) >= sampling.max_tokens for output in outputs):
             raise InvalidRequest("a sequence has all of its tokens already", param="sequences")
