@@ -10,14 +10,9 @@ Queues, and what moves a job on:
     blocks of a job:  | cached prefix (shared) | computed by this job | still to compute |
                       0                 cached_tokens            num_computed         num_tokens
 
-Whose turn it is, with policy `priority`:
-
-    1. the job that came first, however urgent, gets at least a quarter of the step, so that none starves: a job is
-       computed after at most (its tokens and those of the jobs before it) / quarter steps, plus one for each of these
-    2. of the most urgent class that can be computed, the jobs with the least left to compute get what they need to end,
-       while there is room
-    3. what is left goes to those of the class that do not end in this step, and to the first: all of it, or a quarter
-       when some prompt does end, so that a long prompt does not hold up the first tokens of others
+Whose turn it is, with policy `priority`: the most urgent class that can be computed shares the step with the job that
+came first, however urgent that is, as engine/prompt_shares.py says. So a job is computed after at most (its tokens and
+those of the jobs before it) / quarter steps, plus one for each of these.
 
 With policy `fcfs` jobs are computed in order of arrival, each step filled. Blocks: a job that finds too few free is
 overtaken by later ones until they have started as many tokens as it has; then nobody starts before it.
@@ -37,15 +32,13 @@ from typing import Literal, NamedTuple
 from engine.block_pool import BlockPool, NoFreeBlocks
 from engine.ids import AttemptId, BlockHash, BlockId
 from engine.kv_layout import KvLayout
+from engine.prompt_shares import share_out
 from engine.sampling_params import SamplingParams
 
 SchedulingPolicy = Literal["fcfs", "priority"]
 
 _MAX_UNGRANTED_SHARE = 0.5
 """Of the pool, for results that one decode node has no room for yet."""
-
-_SHARES = 4
-"""One of so many parts of a step belongs to the oldest job."""
 
 _arrivals = itertools.count()
 
@@ -316,45 +309,21 @@ class PrefillScheduler:
         return job.num_tokens - (job.num_computed or job.known_blocks * self._layout.block_size)
 
     def _share_out(self, ranks: dict[PrefillJob, _Rank], oldest: PrefillJob, round_: _Round) -> list[Chunk]:
-        """Chunks for jobs of one class, given by age, and for the oldest of all, as said at the top of this file.
+        """Chunks for jobs of one class, given by age, and for the oldest of all.
 
         Starts those it chooses; none when nothing of the class can be computed.
         """
         is_fcfs = self._policy == "fcfs"
-        left = self._max_num_batched_tokens
-        quarter = left if is_fcfs else max(1, left // _SHARES)
-        kept = min(quarter, self._work(oldest))
-        lengths: dict[PrefillJob, int] = {}
-        longer: list[PrefillJob] = []
-        for job in ranks if is_fcfs else sorted(ranks, key=lambda job: ranks[job].work):
-            is_kept = job is not oldest and oldest not in lengths
-            room = left - kept * is_kept
-            has_place = len(lengths) + is_kept < self._max_num_seqs
-            # Looked at again after it has begun: some of its prefix may have been evicted.
-            if has_place and self._work(job) <= room and self._begin(job, round_) and self._work(job) <= room:
-                lengths[job] = self._work(job)
-                left -= lengths[job]
-            else:
-                longer.append(job)
-                if is_fcfs:
-                    break
-        if lengths:
-            left = min(left, quarter)
-        # Of those that do not end in this step: the oldest gets its part, and the one nearest to its end the rest.
-        is_oldest_left = oldest not in lengths
-        if not (lengths and is_oldest_left):
-            for job in longer:
-                limit = left if job is oldest or not is_oldest_left else left - kept
-                if limit < 1 or len(lengths) + (is_oldest_left and job is not oldest) >= self._max_num_seqs:
-                    break
-                if self._begin(job, round_):
-                    lengths[job] = min(limit, self._work(job))
-                    left -= lengths[job]
-                    break
-        if not lengths and oldest not in ranks:
-            return []
-        if is_oldest_left and oldest not in lengths:
-            lengths[oldest] = min(left, self._work(oldest))
+        lengths = share_out(
+            list(ranks) if is_fcfs else sorted(ranks, key=lambda job: ranks[job].work),
+            oldest,
+            budget=self._max_num_batched_tokens,
+            places=self._max_num_seqs,
+            work=self._work,
+            # It may have more work after it has begun: some of its prefix may have been evicted.
+            begin=lambda job: self._begin(job, round_),
+            in_order=is_fcfs,
+        )
         return [Chunk(job, job.num_computed, length) for job, length in lengths.items()]
 
     # -- who may begin --------------------------------------------------------------------------------------
