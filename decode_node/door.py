@@ -63,7 +63,7 @@ class Door:
         width = message.beam_search.width
         ranks = [start.index for start in message.sequences]
         # A search shows as many hypotheses as it has beams, unless `best_of` asked for more beams.
-        param = "n" if width == len(ranks) else "best_of"
+        param = "best_of" if width > max(ranks) + 1 else "n"
         if any(start.output_token_ids for start in message.sequences) or not max(ranks) < width <= self.max_num_seqs:
             raise InvalidRequest(
                 f"a beam search has {width} beams for ranks up to {max(ranks)}; a decode node runs {self.max_num_seqs} "
