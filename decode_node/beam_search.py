@@ -59,6 +59,7 @@ def begin_search(
             root,
             arrival=next_place(virtual_arrival_s),
             num_candidates=group.num_candidates,
+            priority=message.priority,
         )
         for slot in range(message.beam_search.width)
     ]

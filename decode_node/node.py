@@ -80,6 +80,7 @@ class DecodeNode:
             max_num_seqs=engine.max_num_seqs,
             itl_bound_s=config.itl_bound_s,
             swap_bytes=config.swap_bytes,
+            shortest_first=config.scheduling_policy == "priority",
         )
         self.step_loop: StepLoop[DecodeDecision, StepResult] = StepLoop(
             decide=self._decide, run=self._run, commit=self._commit, fail=self._fail
@@ -495,7 +496,15 @@ class DecodeNode:
             beams, sequences = begin_search(message, sampling, root, place_s, self._runner.max_model_len)
             return Attempt(message, sequences, session, beams)
         sequences = [
-            DecodeSequence(start.index, prompt, sampling, root, list(start.output_token_ids), next_place(place_s))
+            DecodeSequence(
+                start.index,
+                prompt,
+                sampling,
+                root,
+                list(start.output_token_ids),
+                next_place(place_s),
+                priority=message.priority,
+            )
             for start in message.sequences
         ]
         return Attempt(message, sequences, session)

@@ -8,7 +8,8 @@ Queues, in order of place in line, and what moves an entry on:
                (but for those still to be saved, which every step goes on with)
     reserved   hand-offs whose blocks are promised to a prefill node; `join` or `give_up` ends that
     running    each step computes one token of those that are up to date, and chunks of the others: with what is left of
-               the budget, and not so much that the first ones wait too long. When blocks run out the last in line goes
+               the budget, and not so much that the first ones wait too long. The most urgent of these prompts share
+               that with the first in line as engine/prompt_shares.py says. When blocks run out the last in line goes
                back to waiting, its K/V copied to host memory where that is the quicker way back (costs.py). But when
                it could only make way for hand-offs behind it, it keeps its blocks and sits out steps until these end:
                what is promised to another process is not taken back, and a hand-off that has joined runs behind it
@@ -42,6 +43,7 @@ from decode_node.sequence import DecodeSequence, HostCopy, Reservation
 from engine.block_pool import BlockPool
 from engine.ids import BlockId
 from engine.kv_layout import KvLayout
+from engine.prompt_shares import share_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,7 @@ class DecodeScheduler:
             it; None does not care.
         swap_bytes: host memory for the K/V of preempted sequences.
         costs: what steps and copies take; the caller records it there.
+        shortest_first: of the most urgent prompts the one with the least left goes first; else the first in line.
     """
 
     def __init__(
@@ -125,6 +128,7 @@ class DecodeScheduler:
         itl_bound_s: float | None = None,
         swap_bytes: int = 0,
         costs: Costs | None = None,
+        shortest_first: bool = True,
     ) -> None:
         self._pool = pool
         self._layout = layout
@@ -132,6 +136,7 @@ class DecodeScheduler:
         self._max_num_seqs = max_num_seqs
         self._itl_bound_s = itl_bound_s
         self._max_swap_bytes = swap_bytes
+        self._is_shortest_first = shortest_first
         self._waiting: list[DecodeSequence | Reservation] = []
         self._reserved: set[Reservation] = set()
         self._running: list[DecodeSequence] = []
@@ -342,13 +347,12 @@ class DecodeScheduler:
         if bound_s is not None:
             bound_s -= self.costs.copied.time_s(num_copied * self._layout.block_bytes)
             budget = min(budget, self.costs.prompt_tokens_within(bound_s, least=self._layout.block_size))
+        lengths = self._share_out(budget)
         for sequence in list(self._running):
-            remaining = sequence.num_uncomputed
-            length = min(remaining, budget)
-            is_due = remaining > 1 and not sequence.is_restoring
-            if is_due and length > 0 and self._grow(sequence, sequence.num_computed + length):
-                slices.append(Slice(sequence, sequence.num_computed, length, is_last=length == remaining))
-                budget -= length
+            length = lengths.get(sequence, 0)
+            if length and self._grow(sequence, sequence.num_computed + length):
+                is_last = length == sequence.num_uncomputed
+                slices.append(Slice(sequence, sequence.num_computed, length, is_last=is_last))
         return self._decided(slices)
 
     def commit(self, decision: DecodeDecision, failed: Sequence[BlockMove] = ()) -> None:
@@ -496,6 +500,27 @@ class DecodeScheduler:
             self._drop_copy(sequence)
         self._run(sequence)
         return True
+
+    # -- inside: prompts ------------------------------------------------------------------------------------
+
+    def _share_out(self, budget: int) -> dict[DecodeSequence, int]:
+        """Tokens of the step for each that has more to compute than one."""
+        prompts = [each for each in self._running if each.num_uncomputed > 1 and not each.is_restoring]
+        if budget < 1 or not prompts:
+            return {}
+        oldest = prompts[0]
+        if self._is_shortest_first:
+            urgency = min(prompt.priority for prompt in prompts)
+            prompts = [prompt for prompt in prompts if prompt.priority == urgency]
+            prompts.sort(key=lambda prompt: prompt.num_uncomputed)
+        return share_out(
+            prompts,
+            oldest,
+            budget=budget,
+            places=self._max_num_seqs,
+            work=lambda prompt: prompt.num_uncomputed,
+            in_order=not self._is_shortest_first,
+        )
 
     # -- inside: growth and preemption ----------------------------------------------------------------------
 

@@ -55,6 +55,7 @@ class DecodeSequence:
         siblings: sequences that wait for this one to compute their common prompt.
         host_copy: its K/V, when it was preempted and copying was the quicker way back; kept until all is copied back.
         num_candidates: of a beam: how many of the most likely tokens are told instead of drawing one; else 0.
+        priority: of the request, lower is more urgent; whose chunks go first.
         is_running: it has a place; its blocks may still be to come.
         is_on_device: the step that runs now holds it.
         is_ended: no more of it is wanted; blocks go back once no step holds it.
@@ -73,6 +74,7 @@ class DecodeSequence:
     siblings: list[DecodeSequence] = field(default_factory=list)
     host_copy: HostCopy | None = None
     num_candidates: int = 0
+    priority: int = 0
     is_running: bool = False
     is_on_device: bool = False
     is_ended: bool = False

@@ -195,6 +195,30 @@ class TestBudget:
             {old: (6, 1), new: (8, 4)},
         ]
 
+    def test_a_short_prompt_passes_a_long_one_which_holds_it_up_by_a_quarter_of_a_step(self) -> None:
+        queue, _ = scheduler(64, budget=40)
+        start(queue, long := sequence(100))
+        assert step(queue) == {long: (0, 40)}
+        start(queue, short := sequence(6, first=500))
+        assert step(queue) == {long: (40, 10), short: (0, 6)}
+        assert step(queue) == {short: (6, 1), long: (50, 39)}
+
+    def test_a_short_prompt_does_not_pass_a_more_urgent_one(self) -> None:
+        queue, _ = scheduler(64, budget=40)
+        usual, urgent, late = sequence(20), sequence(50, first=500), sequence(2, first=900)
+        usual.priority, urgent.priority, late.priority = 0, -1, 7
+        start(queue, usual, urgent, late)
+        assert step(queue) == {usual: (0, 10), urgent: (0, 30)}
+        assert step(queue) == {usual: (10, 10), urgent: (30, 20)}
+        assert step(queue)[late] == (0, 2)
+
+    def test_in_order_of_arrival_each_step_is_filled(self) -> None:
+        queue, _ = scheduler(64, budget=40, shortest_first=False)
+        long, short = sequence(50), sequence(2, first=500)
+        start(queue, long, short)
+        assert step(queue) == {long: (0, 40)}
+        assert step(queue) == {long: (40, 10), short: (0, 2)}
+
     def test_prompts_around_a_block_boundary(self) -> None:
         for length in (1, 3, 4, 5, 7, 8, 9):
             queue, pool = scheduler(4, budget=64)
