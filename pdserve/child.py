@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 CONFIG_ERROR_EXIT = 2
 """Exit code by which a child says that trying again is of no use."""
 
+NOT_STARTED_EXIT = 127
+"""Stands for the exit code of a child that there is no room to start, as in a shell."""
+
 HURRY_S = 3.0
 """Seconds that a hurried child has to tell its clients and end."""
 
@@ -153,14 +156,18 @@ class Child:
             raise ChildFailed(f"{self.name} ended {deaths} times before it was ready, last with {ended}{last}")
 
     async def _run_once(self) -> int:
-        process = await asyncio.create_subprocess_exec(
-            *self.command,
-            env=dict(self.environment),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,  # the terminal's Ctrl-C is the launcher's to pass on, in order
-        )
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self.command,
+                env=dict(self.environment),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,  # the terminal's Ctrl-C is the launcher's to pass on, in order
+            )
+        except OSError as error:  # No memory, processes or files are left, which may pass.
+            self._put(f"cannot be started: {error.strerror}".encode())
+            return NOT_STARTED_EXIT
         self._process = process
         if self._stopping.is_set():
             process.terminate()

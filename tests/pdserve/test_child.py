@@ -59,6 +59,18 @@ async def test_death_after_ready_never_gives_up() -> None:
     assert task.done()
 
 
+async def test_what_cannot_be_started_is_tried_again() -> None:
+    child, lines = make_child("import time; print('here', flush=True); time.sleep(60)", may_give_up=False)
+    command, child.command = child.command, ["/nowhere/program"]
+    task = child.start()
+    await eventually(lambda: child.restarts >= 2 or task.done())
+    child.command = command
+    await eventually(lambda: b"[node-0] here" in lines.lines or task.done())
+    assert not task.done()
+    assert lines.lines[0] == b"[node-0] cannot be started: No such file or directory"
+    await child.stop(5.0, asyncio.Event())
+
+
 async def test_stop_during_backoff_returns_at_once() -> None:
     child, _ = make_child("pass", may_give_up=False)
     child.backoff = Backoff(first_s=60.0)
