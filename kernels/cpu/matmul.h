@@ -36,21 +36,19 @@ inline int64_t depth_block(int64_t depth) {
     return round_up((depth + parts - 1) / parts, kLanes);
 }
 
-// Asks for the weights that come after this tile's, line by line at the pace at which the tile is read. Memory then sees
-// one long run instead of a few short ones side by side, which its own prefetching follows only half as fast.
-class Ahead {
-   public:
-    Ahead(const void* weights, int64_t tile_bytes)
-        : next_(static_cast<const char*>(weights) + tile_bytes + kAheadBytes) {}
+// Asks for weights that later tiles will read, line by line at the pace at which this tile computes. Memory then never
+// rests, and sees one long run instead of a few short ones side by side, which its own prefetching follows half as fast.
+struct Ahead {
+    const char* next;
+    int64_t step;  // bytes for each kLanes of the depth
 
-    // Called once for each `bytes` read.
-    void fetch(int64_t bytes) {
-        for (int64_t offset = 0; offset < bytes; offset += 64) __builtin_prefetch(next_ + offset);
-        next_ += bytes;
+    void fetch() {
+        int64_t offset = 0;
+        do {
+            __builtin_prefetch(next + offset, 0, 2);
+        } while ((offset += 64) < step);
+        next += step;
     }
-
-   private:
-    const char* next_;
 };
 
 // Where a tile's weights come from. From memory they can be kept, widened, in a panel that other tiles then read.
@@ -67,15 +65,14 @@ struct Partial {
 // there is no result yet.
 template <int TOKENS, From FROM, class Weight>
 inline void dot_tile(const Weight* weights, int64_t weight_stride, const float* tokens, int64_t token_stride,
-                     int64_t depth, float* panel, const Partial& partial, Floats4 (&result)[TOKENS]) {
+                     int64_t depth, float* panel, const Partial& partial, Ahead ahead, Floats4 (&result)[TOKENS]) {
     Floats totals[TOKENS][kTileRows];
     for (int i = 0; i < TOKENS * kTileRows; ++i) {
         totals[i / kTileRows][i % kTileRows] = partial.before != nullptr ? partial.before[i] : Floats{};
     }
     const int64_t whole = depth / kLanes * kLanes, panel_stride = round_up(depth, kLanes);
-    Ahead ahead(weights, kTileRows * weight_stride * sizeof(Weight));
     for (int64_t k = 0; k < whole; k += kLanes) {
-        if constexpr (FROM == From::kMemory) ahead.fetch(kTileRows * kLanes * sizeof(Weight));
+        ahead.fetch();
         Floats activations[TOKENS];
         for (int t = 0; t < TOKENS; ++t) activations[t] = load(tokens + t * token_stride + k);
         for (int r = 0; r < kTileRows; ++r) {
@@ -101,15 +98,15 @@ inline void dot_tile(const Weight* weights, int64_t weight_stride, const float* 
 // A tile of `count` tokens, at most TOKENS. `sink(token, values)` takes four rows of one token.
 template <int TOKENS, From FROM, class Weight, class Sink>
 inline void tile(int64_t count, const Weight* weights, int64_t weight_stride, const float* tokens, int64_t token_stride,
-                 int64_t depth, float* panel, const Partial& partial, const Sink& sink) {
+                 int64_t depth, float* panel, const Partial& partial, Ahead ahead, const Sink& sink) {
     if constexpr (TOKENS > 1) {
         if (count < TOKENS) {
-            tile<TOKENS - 1, FROM>(count, weights, weight_stride, tokens, token_stride, depth, panel, partial, sink);
+            tile<TOKENS - 1, FROM>(count, weights, weight_stride, tokens, token_stride, depth, panel, partial, ahead, sink);
             return;
         }
     }
     Floats4 result[TOKENS];
-    dot_tile<TOKENS, FROM>(weights, weight_stride, tokens, token_stride, depth, panel, partial, result);
+    dot_tile<TOKENS, FROM>(weights, weight_stride, tokens, token_stride, depth, panel, partial, ahead, result);
     if (partial.after != nullptr) return;
     for (int t = 0; t < TOKENS; ++t) sink(t, result[t]);
 }
@@ -140,11 +137,11 @@ void multiply_by_panels(const Weight* weights, int64_t num_rows, int64_t depth, 
         for (int64_t from = 0; from < depth; from += step) {
             const int64_t count = std::min(step, depth - from), padded = round_up(count, kLanes);
             const bool is_first = from == 0, is_last = from + step >= depth;
-            // Memory has as long to bring the next rows as these take to meet the tokens: a few lines before each tile.
+            // Memory has as long to bring the next rows as these take to meet the tokens.
+            const int64_t tiles = kPanelRows / kTileRows * ((last_token - first_token + kTileTokens - 1) / kTileTokens);
+            const int64_t share = (count * kPanelRows * sizeof(Weight) + tiles - 1) / tiles;
+            const int64_t pace = (share * kLanes + padded - 1) / padded;
             const char* next = reinterpret_cast<const char*>(weights + (group + kPanelRows) * depth + from * kPanelRows);
-            const char* const end = next + count * kPanelRows * sizeof(Weight);
-            const int64_t tiles = kPanelRows / kTileRows * ((last_token - first_token - 1) / kTileTokens);
-            const int64_t share = round_up((end - next + tiles - 1) / tiles, 64);
             for (int64_t token = first_token; token < last_token;) {
                 // Never one token alone behind others: it would wait for its own sums.
                 const int64_t rest = last_token - token;
@@ -155,15 +152,16 @@ void multiply_by_panels(const Weight* weights, int64_t num_rows, int64_t depth, 
                     Floats* place = partials + (token - first_token) * kPanelRows + (row - group) * taken;
                     const Partial partial{is_first ? nullptr : place, is_last ? nullptr : place};
                     auto put = [&](int64_t t, Floats4 values) { sink(token + t, row, values); };
+                    const Ahead ahead{next, pace};
+                    next += share;
                     if (token == first_token && row + kTileRows <= num_rows) {
                         tile<kTileTokens, From::kMemoryToPanel>(taken, weights + row * depth + from, depth, activations,
-                                                                token_stride, count, mine, partial, put);
+                                                                token_stride, count, mine, partial, ahead, put);
                         continue;
                     }
-                    for (const char* stop = std::min(next + share, end); next < stop; next += 64) __builtin_prefetch(next, 0, 2);
                     if (token == first_token) widen_rows(weights, num_rows, depth, row, from, count, mine);
                     tile<kTileTokens, From::kPanel>(taken, mine, padded, activations, token_stride, padded, nullptr,
-                                                    partial, put);
+                                                    partial, ahead, put);
                 }
                 token += taken;
             }
@@ -186,13 +184,15 @@ void multiply(const Weight* weights, int64_t num_rows, int64_t depth, const floa
     const float* activations = tokens + first_token * token_stride;
     const int64_t padded = round_up(depth, kLanes);
     for (int64_t row = first_row; row < last_row; row += kTileRows) {
+        const Ahead ahead{reinterpret_cast<const char*>(weights + (row + kTileRows) * depth) + kAheadBytes,
+                          kTileRows * kLanes * sizeof(Weight)};
         auto put = [&](int64_t t, Floats4 values) { sink(first_token + t, row, values); };
         if (row + kTileRows <= num_rows) {
             tile<kTileTokens, From::kMemory>(count, weights + row * depth, depth, activations, token_stride, depth, nullptr,
-                                             {}, put);
+                                             {}, ahead, put);
         } else {
             widen_rows(weights, num_rows, depth, row, 0, depth, panel);
-            tile<kTileTokens, From::kPanel>(count, panel, padded, activations, token_stride, padded, nullptr, {}, put);
+            tile<kTileTokens, From::kPanel>(count, panel, padded, activations, token_stride, padded, nullptr, {}, ahead, put);
         }
     }
 }
