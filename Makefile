@@ -28,10 +28,13 @@ serve: $(VENV)/.installed
 # node that gets no time for seconds is taken for dead. TESTS=... runs those alone.
 CLUSTER_TESTS := tests/api tests/deploy tests/e2e tests/faults tests/pdserve
 TESTS ?=
+# Compiles every GPU kernel in processes of its own; the table of what each takes is shown (-s).
+REPORT_TEST := tests/kernels/test_triton_report.py
 
 test: $(VENV)/.installed-test check
 ifeq ($(TESTS),)
-	$(VENV)/bin/python -m pytest $(PYTEST_ARGS) -n 2 --dist loadfile $(CLUSTER_TESTS:%=--ignore=%)
+	$(VENV)/bin/python -m pytest $(PYTEST_ARGS) -s $(REPORT_TEST)
+	$(VENV)/bin/python -m pytest $(PYTEST_ARGS) -n 2 --dist loadfile $(CLUSTER_TESTS:%=--ignore=%) --ignore=$(REPORT_TEST)
 	$(VENV)/bin/python -m pytest $(PYTEST_ARGS) $(CLUSTER_TESTS)
 else
 	$(VENV)/bin/python -m pytest $(PYTEST_ARGS) $(TESTS)

@@ -29,15 +29,16 @@ def _move_kernel(
     HAS_SOURCE_IDS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One chunk of one block, in words of 8, 4 or 2 bytes."""
-    place = tl.program_id(1).to(tl.int64)
+    """One chunk of one block, in words of 8, 4, 2 or 1 bytes."""
+    num_chunks = tl.cdiv(num_words, CHUNK)
+    place = (tl.program_id(0) // num_chunks).to(tl.int64)
     target_block = place
     source_block = place
     if HAS_TARGET_IDS:
         target_block = tl.load(target_ids + place)
     if HAS_SOURCE_IDS:
         source_block = tl.load(source_ids + place)
-    words = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    words = (tl.program_id(0) % num_chunks).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
     held = words < num_words
     data = tl.load(source + source_block * source_stride + words, mask=held)
     tl.store(target + target_block * target_stride + words, data, mask=held)
@@ -84,8 +85,8 @@ def _move(
     words = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[width]
     num_words, chunk = block_bytes // width, _CHUNK_BYTES // width
     chunk = min(chunk, triton.next_power_of_2(num_words))
-    # Ids that are not given are never read; any pointer will do.
-    _move_kernel[(-(-num_words // chunk), count)](
+    # One axis: the others of a grid end at 65535. Ids that are not given are never read; any pointer will do.
+    _move_kernel[(count * -(-num_words // chunk),)](
         _as_words(target, words),
         _as_words(source, words),
         given[0] if target_ids is None else target_ids,

@@ -82,7 +82,7 @@ def rms_norm(
     if weight.shape != (width,) or not weight.is_contiguous():
         raise ValueError(f"weight must be [{width}] and contiguous")
     output = values.new_empty(num_rows, width)
-    sums = values if residual is None else torch.empty_like(output)
+    sums = values if residual is None else values.new_empty(num_rows, width)
     if num_rows:
         padded = triton.next_power_of_2(width)
         rows = max(1, _TILE_ELEMENTS // padded)
@@ -193,8 +193,9 @@ def rotary(query: torch.Tensor, key: torch.Tensor, cosines: torch.Tensor, sines:
 @triton.jit
 def _silu_mul_kernel(output, gate, up, gate_stride, up_stride, WIDTH: tl.constexpr, CHUNK: tl.constexpr):
     """One chunk of one row."""
-    row = tl.program_id(1).to(tl.int64)
-    columns = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    NUM_CHUNKS: tl.constexpr = (WIDTH + CHUNK - 1) // CHUNK
+    row = (tl.program_id(0) // NUM_CHUNKS).to(tl.int64)
+    columns = tl.program_id(0) % NUM_CHUNKS * CHUNK + tl.arange(0, CHUNK)
     held = columns < WIDTH
     x = tl.load(gate + row * gate_stride + columns, mask=held, other=0.0).to(tl.float32)
     y = tl.load(up + row * up_stride + columns, mask=held, other=0.0).to(tl.float32)
@@ -210,17 +211,8 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     output = gate.new_empty(num_rows, width)
     if num_rows:
         chunk = min(1024, triton.next_power_of_2(width))
-        # The second dimension of a grid ends at 65535.
-        for first in range(0, num_rows, 65535):
-            rows = slice(first, min(first + 65535, num_rows))
-            _silu_mul_kernel[(-(-width // chunk), rows.stop - first)](
-                output[rows],
-                gate[rows],
-                up[rows],
-                gate.stride(0),
-                up.stride(0),
-                WIDTH=width,
-                CHUNK=chunk,
-                num_warps=4,
-            )
+        # One axis: the others of a grid end at 65535.
+        _silu_mul_kernel[(num_rows * -(-width // chunk),)](
+            output, gate, up, gate.stride(0), up.stride(0), WIDTH=width, CHUNK=chunk, num_warps=4
+        )
     return output

@@ -1,8 +1,8 @@
 """Compiles every Triton kernel for named GPUs, without one, and says what each takes: registers, shared memory, spills.
 
 `python -m kernels.triton_report` prints one table of the full grid of cases; `--quick` takes a few of each, `--json`
-prints rows for a program to read. The host functions themselves run, on tensors without data and under a driver that
-only names a GPU, so what is compiled is what they would launch, specialisations included.
+also writes rows for a program to read. The host functions themselves run, on tensors without data and under a driver
+that only names a GPU, so what is compiled is what they would launch, specialisations included.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -73,8 +76,9 @@ class _Case:
     launch: Callable[[], object]
 
 
-def report(capabilities: Sequence[int], *, quick: bool = False) -> Iterator[KernelReport]:
-    """Compile every case for every GPU. Changes Triton for the rest of the process: call it in one of its own."""
+def report(capability: int, *, quick: bool = False) -> list[KernelReport]:
+    """Compile every case for one GPU, which Triton then takes for the process's own: call it in one made for that."""
+    rows = []
     compiled: list[tuple[str, Any, str]] = []
     run = triton.JITFunction.run
 
@@ -89,14 +93,16 @@ def report(capabilities: Sequence[int], *, quick: bool = False) -> Iterator[Kern
     triton.knobs.nvidia.dump_ptxas_log = True
     # The log is written while compiling; what is cached has none.
     triton.knobs.compilation.always_compile = True
-    for capability in capabilities:
-        triton.runtime.driver.set_active(_NamedGpu(capability))
+    triton.runtime.driver.set_active(_NamedGpu(capability))
+    try:
         for case in cases(quick=quick):
             compiled.clear()
             case.launch()
-            for kernel, result, log in compiled:
-                if log:  # compiled now; else a case before took the very same code
-                    yield _row(kernel, case.name, capability, result, log)
+            # Without a log a case before took the very same code.
+            rows += [_row(kernel, case.name, capability, result, log) for kernel, result, log in compiled if log]
+    finally:
+        triton.JITFunction.run = run
+    return rows
 
 
 def _row(kernel: str, case: str, capability: int, result: Any, log: str) -> KernelReport:
@@ -116,10 +122,14 @@ def _row(kernel: str, case: str, capability: int, result: Any, log: str) -> Kern
 
 
 def cases(*, quick: bool) -> list[_Case]:
-    """Every kernel over the shapes that models have; with `quick` one case of each, with every feature on."""
+    """Every kernel over the shapes that models have; with `quick` each width of tile, dtype and feature once."""
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     if quick:
         every = _attention_cases(9, 3, 64, 16, bf16, window=4096, soft_cap=50.0, sinks=True)
+        every += _attention_cases(32, 32, 80, 16, fp16)
+        every += _attention_cases(64, 8, 96, 32, fp32)
+        every += _attention_cases(16, 1, 256, 16, bf16)
+        every += _attention_cases(8, 2, 512, 16, bf16)
     else:
         every = _attention_cases(9, 3, 64, 16, bf16)  # SmolLM2-135M
         every += _attention_cases(14, 2, 64, 16, bf16)  # Qwen2.5-0.5B
@@ -136,11 +146,11 @@ def cases(*, quick: bool) -> list[_Case]:
         every += _attention_cases(64, 8, 128, 16, fp32)
         every += _attention_cases(8, 4, 256, 16, fp32, window=4096, soft_cap=50.0)
     every += [_Case("[32, 2, 2, 8, 16, 128] bfloat16", partial(_move_blocks, bf16))]
-    for width, dtype in [(4096, bf16)] if quick else [(576, bf16), (4096, bf16), (16384, fp16), (2048, fp32)]:
-        every.append(_Case(f"width {width} {_short(dtype)}", partial(_elementwise, width, dtype)))
-    for heads, head_dim, rotated, dtype in (
-        [(32, 128, 128, bf16)] if quick else [(32, 128, 128, bf16), (32, 80, 32, fp16), (9, 64, 64, fp32)]
+    for width, dtype in (
+        [(4096, bf16), (2048, fp32)] if quick else [(576, bf16), (4096, bf16), (16384, fp16), (2048, fp32)]
     ):
+        every.append(_Case(f"width {width} {_short(dtype)}", partial(_elementwise, width, dtype)))
+    for heads, head_dim, rotated, dtype in [(32, 128, 128, bf16), (32, 80, 32, fp16), (9, 64, 64, fp32)]:
         name = f"{heads} heads of {head_dim}, {rotated} turned {_short(dtype)}"
         every.append(_Case(name, partial(_rotary, heads, head_dim, rotated, dtype)))
     every += [_Case("vocabulary 151936", partial(_sample, 151936))]
@@ -227,19 +237,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m kernels.triton_report", description=__doc__.splitlines()[0])
     parser.add_argument("--capability", type=int, action="append", choices=sorted(SHARED_LIMITS))
     parser.add_argument("--quick", action="store_true", help="a few cases of each kernel")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write there one JSON object a line")
     arguments = parser.parse_args()
-    if not arguments.json:
-        print(f"{'kernel':16} {'GPU':6} {'registers':>9} {'shared':>9} {'spilled':>8}  case")
-    fits = True
-    for row in report(arguments.capability or sorted(SHARED_LIMITS), quick=arguments.quick):
-        fits = fits and row.shared_bytes <= SHARED_LIMITS[row.capability]
-        if arguments.json:
-            print(json.dumps(asdict(row)), flush=True)
-        else:
-            numbers = f"{row.registers:9} {row.shared_bytes:9} {row.spill_bytes:8}"
-            print(f"{row.kernel:16} sm_{row.capability:<3} {numbers}  {row.case}", flush=True)
-    if not fits:
+    capabilities = arguments.capability or sorted(SHARED_LIMITS)
+    print(f"{'kernel':16} {'GPU':6} {'registers':>9} {'shared':>9} {'spilled':>8}  case", flush=True)
+    rows: list[KernelReport] = []
+    with ProcessPoolExecutor(min(len(capabilities), os.cpu_count() or 1)) as processes:
+        for own in processes.map(partial(report, quick=arguments.quick), capabilities):
+            rows += own
+            for row in own:
+                numbers = f"{row.registers:9} {row.shared_bytes:9} {row.spill_bytes:8}"
+                print(f"{row.kernel:16} sm_{row.capability:<3} {numbers}  {row.case}", flush=True)
+    if arguments.json:
+        arguments.json.write_text("".join(f"{json.dumps(asdict(row))}\n" for row in rows))
+    if any(row.shared_bytes > SHARED_LIMITS[row.capability] for row in rows):
         sys.exit("a kernel wants more shared memory than its GPU has")
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-import mmap
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,19 +11,11 @@ import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
 from kernels import reference
-from tests.kernels.triton_interpreter import dot_row_by_row, interpreted, load
+from tests.kernels.triton_interpreter import dot_row_by_row, load, only_last_programs_run, results_are_sparse, sparse
 
 triton_attention = load("triton_attention")
 
-
-@pytest.fixture(autouse=True)
-def interpreter() -> Iterator[None]:
-    """Kernels are interpreted, and what torch leaves uninitialised is NaN."""
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    with interpreted():
-        yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("interpreter")
 
 
 class Batch:
@@ -73,14 +64,14 @@ class Batch:
         width = max(1, *map(len, self.tables))
         return torch.tensor([table + [0] * (width - len(table)) for table in self.tables])
 
-    def plan(self) -> Any:
-        return triton_attention.TritonPlan(
-            self.pool,
-            slots=self.slots,
-            query_starts=self.query_starts,
-            context_lens=[context for _, context in self.lens],
-            block_tables=self.block_tables,
-        )
+    def plan(self, pool: torch.Tensor | None = None, **changed: Any) -> Any:
+        given = {
+            "slots": self.slots,
+            "query_starts": self.query_starts,
+            "context_lens": [context for _, context in self.lens],
+            "block_tables": self.block_tables,
+        }
+        return triton_attention.TritonPlan(self.pool if pool is None else pool, **(given | changed))
 
     def run(self, layer: int = 1, **options: Any) -> torch.Tensor:
         plan = self.plan()
@@ -111,25 +102,50 @@ class Batch:
 
 
 MIXED = [(1, 1), (1, 9), (5, 5), (0, 6), (3, 8), (1, 34), (2, 2), (0, 0), (20, 47)]
+SPLIT = [*MIXED, (1, 600), (4, 320)]
+
+EVERY_PAIR = [
+    (3, 3, 16, 16, torch.float16, 9, None, False),
+    (3, 3, 64, 16, torch.float32, 300, 2.0, True),
+    (3, 3, 64, 32, torch.float16, 300, None, True),
+    (3, 3, 64, 32, torch.bfloat16, 9, 2.0, False),
+    (3, 3, 80, 16, torch.bfloat16, None, 2.0, False),
+    (6, 2, 16, 32, torch.bfloat16, 300, 2.0, True),
+    (6, 2, 64, 16, torch.float32, 9, None, False),
+    (6, 2, 80, 16, torch.float16, None, None, True),
+    (8, 1, 16, 16, torch.float32, None, 2.0, False),
+    (8, 1, 64, 32, torch.bfloat16, None, None, False),
+    (8, 1, 80, 32, torch.float32, 300, None, False),
+    (8, 1, 80, 16, torch.float16, 9, 2.0, True),
+]
+"""Heads, KV heads, head dimension, block size, dtype, window, soft cap, sinks: every two values meet in some case."""
+
+ODD_SHAPES = [
+    (3, 3, 16, 1, torch.float32, None, None, False),
+    (14, 2, 32, 16, torch.float16, 33, None, True),
+    (8, 1, 48, 7, torch.float32, None, 2.0, False),
+    (5, 1, 128, 16, torch.float16, None, None, False),
+    (2, 1, 256, 8, torch.bfloat16, 40, None, False),
+    (33, 1, 16, 4, torch.float32, None, None, True),
+]
+
+Case = tuple[int, int, int, int, torch.dtype, int | None, float | None, bool]
 
 
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "block_size", "dtype"),
-    [
-        (9, 3, 64, 16, torch.bfloat16),
-        (3, 3, 16, 1, torch.float32),
-        (14, 2, 32, 16, torch.float16),
-        (8, 1, 48, 7, torch.float32),
-        (2, 1, 80, 32, torch.bfloat16),
-        (5, 1, 128, 16, torch.float16),
-        (2, 1, 256, 8, torch.bfloat16),
-        (33, 1, 16, 4, torch.float32),
-    ],
-)
-def test_equals_the_oracle_on_ragged_batches(
-    heads: int, kv_heads: int, head_dim: int, block_size: int, dtype: torch.dtype
-) -> None:
-    Batch(MIXED, heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, dtype=dtype).check()
+@pytest.mark.parametrize("case", EVERY_PAIR + ODD_SHAPES, ids=str)
+def test_equals_the_oracle_on_ragged_batches(case: Case) -> None:
+    heads, kv_heads, head_dim, block_size, dtype, window, soft_cap, sinks = case
+    lens = SPLIT if case in EVERY_PAIR else MIXED
+    batch = Batch(lens, heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, dtype=dtype)
+    batch.check(window=window, soft_cap=soft_cap, sinks=2.0 * batch.random(heads) if sinks else None)
+
+
+def test_every_two_values_meet() -> None:
+    settings = [(heads // kv_heads, *rest) for heads, kv_heads, *rest in EVERY_PAIR]
+    columns = list(zip(*settings, strict=True))
+    for first, second in itertools.combinations(columns, 2):
+        assert set(zip(first, second, strict=True)) == set(itertools.product(first, second))
+    assert {len(set(column)) for column in columns} == {2, 3}
 
 
 @pytest.mark.parametrize("context", [256, 257, 700])
@@ -149,15 +165,6 @@ def test_windows(window: int) -> None:
 
 def test_a_window_longer_than_a_split() -> None:
     Batch([(1, 900), (1, 511)], heads=2, kv_heads=1).check(window=512)
-
-
-@pytest.mark.parametrize("lens", [[(1, 400), (1, 7)], [(30, 100), (9, 9)]])
-@pytest.mark.parametrize("options", [{"soft_cap": 2.0}, {"sinks": True}, {"soft_cap": 2.0, "sinks": True, "window": 9}])
-def test_soft_caps_and_sinks(lens: list[tuple[int, int]], options: dict[str, Any]) -> None:
-    batch = Batch(lens)
-    if options.get("sinks"):
-        options = {**options, "sinks": 2.0 * batch.random(4)}
-    batch.check(**options)
 
 
 def test_large_scores_do_not_overflow() -> None:
@@ -228,23 +235,65 @@ def test_a_batch_for_graphs_pads_with_empty_sequences_and_any_bound() -> None:
     torch.testing.assert_close(batch.pool, before, equal_nan=True, rtol=0, atol=0)
 
 
-def test_offsets_past_two_to_the_31() -> None:
-    # Address space only: of 8 GiB a few pages are touched.
-    shape = (2, 2**21 + 1, 2, 1, 16, 32)
-    no_reserve = 0x4000  # MAP_NORESERVE of Linux, which Python names later than 3.11
-    memory = mmap.mmap(-1, 2 * math.prod(shape), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
-    pool = torch.frombuffer(memory, dtype=torch.float16).view(shape)
-    assert pool.stride(0) > 2**31
-    layer = 2**21
-    small = Batch([(1, 12)], kv_heads=1, head_dim=32, dtype=torch.float16, num_layers=1)
-    expected = small.run(0)
-    pool[1, layer] = small.pool[small.tables[0][0], 0]
-    pool[1, layer, :, :, 11] = 0.0
-    plan = triton_attention.TritonPlan(
-        pool, slots=torch.tensor([16 + 11]), query_starts=[0, 1], context_lens=[12], block_tables=torch.tensor([[1]])
-    )
+FAR = [(5, 20), (1, 300), (1, 40)]
+
+
+@pytest.mark.parametrize(("num_blocks", "num_layers"), [(2**19 + 7, 1), (7, 2**19 + 1)])
+def test_offsets_in_the_pool_past_two_to_the_31(num_blocks: int, num_layers: int) -> None:
+    small = Batch(FAR, heads=2, kv_heads=1, block_size=128, dtype=torch.float16, num_layers=1)
+    pool = sparse(num_blocks, num_layers, *small.pool.shape[2:], dtype=torch.float16)
+    first, layer = num_blocks - 7, num_layers - 1
+    pool[first:, layer] = small.pool[:, 0]
+    plan = small.plan(pool, slots=small.slots + first * 128, block_tables=small.block_tables + first)
     triton_attention.write_kv(plan, layer, small.key, small.value)
+    expected = small.run(0)
+    torch.testing.assert_close(pool[first:, layer], small.pool[:, 0], equal_nan=True, rtol=0, atol=0)
     assert torch.equal(triton_attention.paged_attention(plan, layer, small.query, scale=0.3), expected)
+
+
+def test_new_tokens_more_than_two_to_the_31_apart() -> None:
+    batch = Batch(FAR, heads=2, kv_heads=1, dtype=torch.float16)
+    for name in ("query", "key", "value"):
+        near = getattr(batch, name)
+        setattr(batch, name, sparse(*near.shape, dtype=near.dtype, stride=(16, 2**30, 1)).copy_(near))
+    batch.check()
+
+
+def test_results_past_two_to_the_31(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = Batch(FAR, heads=2, kv_heads=1, dtype=torch.float16)
+    expected = small.run()
+    results_are_sparse(monkeypatch)
+    first = 2**26  # tokens of nobody
+    plan = small.plan(
+        slots=sparse(first + 7, dtype=torch.int64), query_starts=[first + start for start in small.query_starts]
+    )
+    query = sparse(2, first + 7, 16, dtype=torch.float16, stride=(16, 32, 1))
+    query[:, first:] = small.query
+    assert torch.equal(triton_attention.paged_attention(plan, 1, query, scale=0.3)[first:], expected)
+
+
+def test_sums_of_splits_past_two_to_the_31(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = Batch([(1, 300), (1, 600)], heads=64, kv_heads=1, head_dim=512, dtype=torch.float16)
+    only_last_programs_run(monkeypatch, 3)  # as many heads and sequences, and all splits
+    expected = small.run()
+    results_are_sparse(monkeypatch)
+    first = 2**15  # sequences without tokens
+
+    def after_others(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat([tensor.new_tensor(0).expand(first, *tensor.shape[1:]), tensor])
+
+    plan = triton_attention.TritonPlan.for_decode(
+        small.pool,
+        slots=after_others(small.slots),
+        query_starts=torch.arange(first + 3),
+        context_lens=after_others(torch.tensor([300, 600])),
+        block_tables=after_others(small.block_tables),
+        longest=600,
+    )
+    query = sparse(64, first + 2, 512, dtype=torch.float16)
+    query[:, first:] = small.query
+    attended = triton_attention.paged_attention(plan, 1, query, scale=0.3)
+    assert torch.equal(attended[first:, -3:], expected[:, -3:])
 
 
 def test_refuses_what_the_kernels_cannot_do() -> None:

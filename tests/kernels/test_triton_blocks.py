@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
-from tests.kernels.triton_interpreter import interpreted, load
+from tests.kernels.triton_interpreter import load, sparse
 
 triton_blocks = load("triton_blocks")
 
-
-@pytest.fixture(autouse=True)
-def interpreter() -> Iterator[None]:
-    with interpreted():
-        yield
+pytestmark = pytest.mark.usefixtures("interpreter")
 
 
-def pool_of(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    numbers = torch.randint(-(2**15), 2**15, shape, generator=torch.Generator().manual_seed(2))
+def pool_of(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 2) -> torch.Tensor:
+    numbers = torch.randint(-(2**15), 2**15, shape, generator=torch.Generator().manual_seed(seed))
     # Any bits, NaN among them.
     return numbers.to(torch.int16).view(dtype) if dtype != torch.float32 else numbers.float()
 
@@ -36,7 +33,7 @@ def test_gathered_blocks_come_back_where_they_are_scattered(
     triton_blocks.gather_blocks(pool, block_ids, staging)
     same_bits(staging, pool[block_ids])
 
-    other = torch.zeros_like(pool)
+    other = pool_of(shape, dtype, seed=3)
     expected = other.clone()
     expected[block_ids] = staging
     triton_blocks.scatter_blocks(staging, other, block_ids)
@@ -62,6 +59,36 @@ def test_blocks_are_copied_within_the_pool() -> None:
     expected[[3, 5]] = pool[[0, 2]]
     triton_blocks.copy_blocks(pool, torch.tensor([0, 2]), torch.tensor([3, 5]))
     same_bits(pool, expected)
+
+
+def test_offsets_past_two_to_the_31() -> None:
+    near = pool_of((3, 1, 2, 1, 4, 16), torch.bfloat16)
+    pool, staging = (sparse(*near.shape, dtype=near.dtype, stride=(2**32, 128, 64, 64, 16, 1)) for _ in range(2))
+    pool.copy_(near)
+    ids = torch.tensor([2, 0, 1])
+    triton_blocks.gather_blocks(pool, ids, staging)
+    same_bits(staging, near[ids])
+    pool.zero_()
+    triton_blocks.scatter_blocks(staging, pool, ids)
+    same_bits(pool, near)
+    triton_blocks.copy_blocks(pool, torch.tensor([2]), torch.tensor([0]))
+    triton_blocks.copy_blocks(pool, torch.tensor([1]), torch.tensor([2]))
+    same_bits(pool, near[[2, 1, 1]])
+
+
+def test_more_blocks_than_the_second_axis_of_a_grid_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = MagicMock()
+    monkeypatch.setattr(triton_blocks, "_move_kernel", kernel)
+    pool = torch.empty(70_000, 2, 2, 1, 16, 128, device="meta")  # blocks of two chunks
+    ids = torch.empty(70_000, dtype=torch.int64, device="meta")
+    triton_blocks.gather_blocks(pool, ids, pool)
+    triton_blocks.scatter_blocks(pool, pool, ids)
+    triton_blocks.copy_blocks(pool, ids, ids)
+    grids = [call.args[0] for call in kernel.__getitem__.call_args_list]
+    assert len(grids) == 3
+    for grid in grids:
+        assert math.prod(grid) == 2 * 70_000
+        assert max(grid[1:], default=1) <= 65535
 
 
 def test_refuses_what_does_not_fit() -> None:

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 
-from tests.kernels.triton_interpreter import interpreted, load
+from tests.kernels.triton_interpreter import load, only_last_programs_run, results_are_sparse, sparse
 
 triton_elementwise = load("triton_elementwise")
+
+pytestmark = pytest.mark.usefixtures("interpreter")
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 ROUNDING = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 1e-5}
 """Two roundings of each dtype."""
-
-
-@pytest.fixture(autouse=True)
-def interpreter() -> Iterator[None]:
-    torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True)
-    with interpreted():
-        yield
-    torch.use_deterministic_algorithms(False)
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 3) -> torch.Tensor:
@@ -108,6 +102,54 @@ def test_silu_mul_does_not_overflow() -> None:
     gate = torch.tensor([[-1e4, 1e4, 0.0, -88.0]])
     expected = torch.nn.functional.silu(gate)
     torch.testing.assert_close(triton_elementwise.silu_mul(gate, torch.ones_like(gate)), expected)
+
+
+ROWS = 2**21 + 1
+"""Of 1024: the last begins at 2^31."""
+
+
+def far(near: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """As many zeros as it takes for the last row to be `near`."""
+    tensor = sparse(ROWS, *near.shape, dtype=near.dtype, stride=stride)
+    tensor[-1] = near
+    return tensor
+
+
+def test_offsets_of_rows_past_two_to_the_31(monkeypatch: pytest.MonkeyPatch) -> None:
+    values, residual, weight = random(3, 1024, dtype=torch.float16)
+    near = [values[None], residual[None]]
+    normed, summed = triton_elementwise.rms_norm(near[0], weight, epsilon=1e-6, residual=near[1])
+    activated = triton_elementwise.silu_mul(*near)
+    results_are_sparse(monkeypatch)
+    only_last_programs_run(monkeypatch)
+    rows = [far(values, (1024, 1)), far(residual, (1024, 1))]
+    far_normed, far_summed = triton_elementwise.rms_norm(rows[0], weight, epsilon=1e-6, residual=rows[1])
+    assert torch.equal(far_normed[-1], normed[0])
+    assert torch.equal(far_summed[-1], summed[0])
+    assert torch.equal(triton_elementwise.silu_mul(*rows)[-1], activated[0])
+
+
+@pytest.mark.parametrize("strides", [(1024, 32, 1), (1, 2**30, 1)], ids=["tokens", "heads"])
+def test_offsets_of_rotary_past_two_to_the_31(strides: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    query, key = random(4, 32, dtype=torch.float16), random(3, 32, dtype=torch.float16, seed=9)
+    angles = random(16, dtype=torch.float32, seed=10)
+    near = [query[None].clone(), key[None].clone()]
+    triton_elementwise.rotary(*near, angles.cos()[None], angles.sin()[None])
+    only_last_programs_run(monkeypatch)
+    states = [far(query, strides), far(key, strides)]
+    triton_elementwise.rotary(*states, far(angles.cos(), (1024, 1)), far(angles.sin(), (1024, 1)))
+    for actual, expected in zip(states, near, strict=True):
+        assert torch.equal(actual[-1], expected[0])
+
+
+def test_more_rows_than_the_second_axis_of_a_grid_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = MagicMock()
+    monkeypatch.setattr(triton_elementwise, "_silu_mul_kernel", kernel)
+    rows = torch.empty(70_000, 1536, device="meta")
+    triton_elementwise.silu_mul(rows, rows)
+    grids = [call.args[0] for call in kernel.__getitem__.call_args_list]
+    assert sum(map(math.prod, grids)) == 2 * 70_000
+    assert all(max(grid[1:], default=1) <= 65535 for grid in grids)
 
 
 def test_refuses_what_does_not_fit() -> None:

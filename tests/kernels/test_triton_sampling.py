@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,16 +9,11 @@ import torch
 
 from kernels import reference, torch_sampling
 from kernels.token_choice import TokenChoice
-from tests.kernels.triton_interpreter import interpreted, load
+from tests.kernels.triton_interpreter import load, only_last_programs_run, sparse
 
 triton_sampling = load("triton_sampling")
 
-
-@pytest.fixture(autouse=True)
-def interpreter() -> Iterator[None]:
-    torch.set_num_threads(1)
-    with interpreted():
-        yield
+pytestmark = pytest.mark.usefixtures("interpreter")
 
 
 def check(scores: torch.Tensor, places: list[tuple[int, int, int]]) -> None:
@@ -51,6 +45,16 @@ def test_removed_candidates_are_never_drawn() -> None:
 def test_rows_of_a_wider_tensor() -> None:
     wide = torch.randn(4, 2000, generator=torch.Generator().manual_seed(1))
     check(wide[:, 100:1500], places_of(4))
+
+
+def test_offsets_of_rows_past_two_to_the_31(monkeypatch: pytest.MonkeyPatch) -> None:
+    near = torch.randn(1, 1024, generator=torch.Generator().manual_seed(6))
+    expected = triton_sampling.sample_gumbel(near, triton_sampling.noise_keys([(7, 0, 3)]))
+    only_last_programs_run(monkeypatch)
+    rows = 2**21 + 1
+    scores, keys = sparse(rows, 1024, dtype=torch.float32), sparse(rows, 2, dtype=torch.int64)
+    scores[-1], keys[-1] = near[0], triton_sampling.noise_keys([(7, 0, 3)])[0]
+    assert triton_sampling.sample_gumbel(scores, keys)[-1] == expected[0]
 
 
 def test_a_row_without_a_finite_score_gives_no_token_of_the_vocabulary() -> None:

@@ -11,6 +11,8 @@ rounds to them; both are mended here, to what a GPU does.
 from __future__ import annotations
 
 import importlib
+import math
+import mmap
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -62,6 +64,52 @@ def interpreted() -> Iterator[None]:
         patch.setattr(interpreter, "_convert_float", _mended_convert_float)
         patch.setattr(interpreter.InterpreterBuilder, "create_dot", _mended_dot)
         yield
+
+
+def sparse(*shape: int, dtype: torch.dtype, stride: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Zeros that take address space only, with as much before them as a 32-bit offset can reach by mistake."""
+    if stride is None:
+        stride = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    elements = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    no_reserve = 0x4000  # MAP_NORESERVE of Linux, which Python names later than 3.11
+    before = 2**31 * 8  # of the widest
+    size = before + elements * dtype.itemsize
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve)
+    return torch.frombuffer(memory, dtype=dtype, offset=before).as_strided(shape, stride)
+
+
+def results_are_sparse(patch: pytest.MonkeyPatch) -> None:
+    """What `new_empty` makes takes address space only."""
+
+    new_empty = torch.Tensor.new_empty
+
+    def new_sparse(like: torch.Tensor, *shape: int, dtype: torch.dtype | None = None, **options: Any) -> torch.Tensor:
+        if shape == (0,):  # what the interpreter makes views with
+            return new_empty(like, *shape, dtype=dtype, **options)
+        return sparse(*shape, dtype=dtype or like.dtype)
+
+    patch.setattr(torch.Tensor, "new_empty", new_sparse)
+
+
+def only_last_programs_run(patch: pytest.MonkeyPatch, count: int = 1) -> None:
+    """So many of each axis of a grid; they see the grid as it is."""
+    run = interpreter.GridExecutor.__call__
+
+    def run_last(executor: Any, *arguments: Any, **options: Any) -> None:
+        whole = executor.grid + (1,) * (3 - len(executor.grid))
+        executor.grid = tuple(min(size, count) for size in whole)
+
+        def set_grid_idx(builder: Any, *place: int) -> None:
+            builder.grid_dim = whole
+            builder.grid_idx = tuple(
+                size - shown + own for size, shown, own in zip(whole, executor.grid, place, strict=True)
+            )
+
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(interpreter.InterpreterBuilder, "set_grid_idx", set_grid_idx)
+            run(executor, *arguments, **options)
+
+    patch.setattr(interpreter.GridExecutor, "__call__", run_last)
 
 
 def load(name: str) -> ModuleType:
