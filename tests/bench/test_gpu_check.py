@@ -1,91 +1,127 @@
-"""The GPU check runs on interpreted kernels, calls wrong what is wrong, and says why a part was not run."""
+"""The GPU check tells apart what is wrong, failed, not to be had here and cut; its status says so; it has an end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import io
+import json
+import sys
+import time
 from typing import Any
 
 import pytest
 import torch
 
-from tests.kernels.triton_interpreter import interpreted, load
+from bench.gpu_table import CUT, FAILED, NOT_RUN, WRONG, Check, Found, NotRun, Task, exit_status, perform, table
+from tests.kernels.triton_interpreter import load
 
 for name in ("triton_attention", "triton_blocks", "triton_elementwise", "triton_sampling"):
     load(name)
 
 from bench import gpu_check  # noqa: E402  # over the interpreted kernels
-from kernels import triton_attention  # noqa: E402
-
-SMALL = gpu_check.Shape(2, 1, 16, 16, torch.float32)
 
 
-@pytest.fixture(autouse=True)
-def interpreter() -> Iterator[None]:
-    torch.set_num_threads(1)
-    with interpreted():
-        yield
+def task_that_raises(error: BaseException) -> Task:
+    def run() -> Found:
+        raise error
+
+    return Task("speed", "a kernel", run)
 
 
-def correctness(part: str) -> gpu_check.Check:
-    checks = gpu_check.correctness("cpu", shapes=[SMALL], vocab_size=1100, far_pool=False)
-    return next(check for check in checks if check.name.startswith(part))
+@pytest.mark.parametrize(
+    ("error", "result", "detail"),
+    [
+        (AssertionError("off by 1"), WRONG, "off by 1"),
+        (RuntimeError("Triton Error [CUDA]:\n invalid argument"), FAILED, "RuntimeError: Triton Error [CUDA]: invalid"),
+        (NotRun("needs 10 GiB"), NOT_RUN, "needs 10 GiB"),
+        (torch.OutOfMemoryError("tried 9 GiB"), NOT_RUN, "too little memory: tried 9 GiB"),
+    ],
+)
+def test_what_a_check_raises_says_how_it_went(error: Exception, result: str, detail: str) -> None:
+    check = perform(task_that_raises(error))
+    assert (check.part, check.name, check.result) == ("speed", "a kernel", result)
+    assert check.detail.startswith(detail)
 
 
-@pytest.fixture(autouse=True)
-def few_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_check, "MIXED", ((1, 9), (3, 8), (1, 260), (52, 52)))
+@pytest.mark.parametrize(
+    ("results", "status"),
+    [
+        (["ok", "12.0 us", NOT_RUN], 0),
+        (["ok", FAILED, CUT], 1),
+        (["ok", WRONG], 1),
+        (["ok", CUT], 3),
+        ([NOT_RUN, NOT_RUN], 3),
+        ([], 3),
+    ],
+)
+def test_only_what_was_run_and_is_right_exits_with_0(results: list[str], status: int) -> None:
+    assert exit_status([Check(result) for result in results]) == status
 
 
-def test_right_kernels_are_ok() -> None:
-    checks = gpu_check.correctness("cpu", shapes=[SMALL], vocab_size=1100, far_pool=False)
-    for check in checks:
-        if "same bits" not in check.name:  # of an interpreter's matrix products the bits of a row depend on its place
-            assert check.result == "ok", check
-
-
-def test_a_wrong_kernel_is_called_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    attention = triton_attention.paged_attention
-
-    def off(*arguments: Any, **options: Any) -> torch.Tensor:
-        return attention(*arguments, **options) * 1.01
-
-    monkeypatch.setattr(triton_attention, "paged_attention", off)
-    check = correctness("attention 2/1")
-    assert check.result == "WRONG"
-    assert "is allowed" in check.detail
-
-
-def test_speed_is_a_share_of_what_binds_and_a_ratio_to_torch() -> None:
-    def seconds_of(work: Any) -> float:
-        return 2e-3
-
-    limits = gpu_check.Limits(copied_bytes_per_s=1e12, flop_per_s=1e15)
-    rows = list(gpu_check.speed("cpu", limits, seconds_of, scale=256))
-    norm = next(row for row in rows if row.name.startswith("RMSNorm"))
-    assert norm.share == pytest.approx(4 * 32 * 4096 * 2 / 1e12 / 2e-3)
-    assert norm.beside_torch == 1.0
-    assert norm.detail == "of the copy bandwidth"
-    prefill = next(row for row in rows if row.name.startswith("prefill 1 x 32"))
-    assert prefill.share == pytest.approx(4 * 32 * 128 * 32 * 33 / 2 / 1e15 / 2e-3)
-    assert prefill.detail == "of the matrix rate"
-
-
-def test_runners_hand_over_in_one_process() -> None:
-    check = gpu_check.engine("cpu", layers=1, sequences=2, prompt=3, steps=1)
-    assert check.result == "ok", check
-
-
-def test_says_which_packages_serving_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_check, "SERVE_PACKAGES", ("json", "no_such_package"))
-    check = gpu_check.serving("cuda", None)
-    assert (check.result, check.detail) == ("not run", "this Python has no no_such_package")
-
-
-def test_the_table_has_a_line_for_each_check() -> None:
+def test_the_table_has_a_line_for_each_check_and_counts_them() -> None:
     checks = [
-        gpu_check.Check("correctness", "a", "ok", detail="worst error 1e-3"),
-        gpu_check.Check("speed", "longer", "12.0 us", 0.5, 2.0, "of the copy bandwidth"),
+        Check("ok", detail="worst error 1e-3", part="correctness", name="a"),
+        Check("12.0 us", 0.5, 2.0, "of the copy bandwidth", "speed", "longer"),
+        Check(FAILED, detail="RuntimeError: no", part="speed", name="b"),
+        Check(CUT, part="speed", name="c"),
     ]
-    lines = gpu_check.table(checks).splitlines()
-    assert len(lines) == 3
+    lines = table(checks).splitlines()
+    assert len(lines) == 6
     assert lines[2].split() == ["speed", "longer", "12.0", "us", "50%", "2.00x", "of", "the", "copy", "bandwidth"]
+    assert lines[3].split() == ["speed", "b", "failed:", "RuntimeError:", "no"]
+    assert lines[5] == "2 right or measured, 0 WRONG, 1 failed, 0 not run, 1 cut"
+
+
+def test_a_part_says_what_it_plans_and_cuts_what_it_has_no_time_for() -> None:
+    def slow() -> Found:
+        time.sleep(0.06)
+        return Found(detail="done")
+
+    output = io.StringIO()
+    gpu_check.work([Task("speed", "first", slow), Task("speed", "second", slow)], 0.05, output)
+    plan, first, second = [json.loads(line) for line in output.getvalue().splitlines()]
+    assert plan == {"planned": ["first", "second"]}
+    assert (first["check"]["result"], second["check"]["result"]) == ("ok", CUT)
+
+
+def checks_of(script: str, limit_s: float = 60.0, **options: Any) -> list[Check]:
+    taken: list[Check] = []
+    lines = (
+        "import json, os, signal, sys, time",
+        "def tell(**told): print(json.dumps(told), flush=True)",
+        "def ok(name): tell(check={'result': 'ok', 'part': 'engine', 'name': name})",
+        "tell(planned=['a', 'b', 'c'])",
+        script,
+    )
+    gpu_check.run_apart("engine", [sys.executable, "-c", "\n".join(lines)], limit_s, taken.append, **options)
+    return taken
+
+
+def results(checks: list[Check]) -> list[tuple[str, str]]:
+    return [(check.name, check.result) for check in checks]
+
+
+def test_a_part_runs_in_a_process_of_its_own() -> None:
+    checks = checks_of("print('a library says hello'); ok('a'); ok('b'); ok('c')")
+    assert results(checks) == [("a", "ok"), ("b", "ok"), ("c", "ok")]
+
+
+def test_a_crash_fails_what_was_under_way_and_cuts_the_rest() -> None:
+    checks = checks_of("ok('a'); sys.stderr.write('illegal address\\n'); sys.stderr.flush(); os.abort()")
+    assert results(checks) == [("a", "ok"), ("b", FAILED), ("c", CUT)]
+    assert checks[1].detail == "the process ended with -6 illegal address"
+
+
+def test_a_part_that_hangs_is_ended_and_has_failed() -> None:
+    checks = checks_of("signal.signal(signal.SIGTERM, signal.SIG_IGN); ok('a'); time.sleep(600)", 0.5, stop_s=0.2)
+    assert results(checks) == [("a", "ok"), ("b", FAILED), ("c", CUT)]
+    assert "no result" in checks[1].detail
+
+
+def test_a_part_that_does_not_start_has_failed() -> None:
+    taken: list[Check] = []
+    gpu_check.run_apart("speed", [sys.executable, "-c", "raise SystemExit('no driver')"], 60.0, taken.append)
+    assert results(taken) == [("start", FAILED)]
+    assert "no driver" in taken[0].detail
+    failed_at_the_end = checks_of("ok('a'); ok('b'); ok('c'); sys.exit(7)")
+    assert results(failed_at_the_end)[3:] == [("end", FAILED)]
+    assert all(status == 1 for status in (exit_status(taken), exit_status(failed_at_the_end)))
