@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from ctypes import c_int64
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -217,8 +219,8 @@ class CudaRunner:
         with self._lock:
             wanted = [block for block in block_ids if block in self._device_may_be_behind]
             self._device_may_be_behind.difference_update(wanted)
-        for block in wanted:
-            self.pool[block].copy_(self._mirror[block], non_blocking=True)
+        for first, end in runs_of(wanted):
+            self.pool[first:end].copy_(self._mirror[first:end], non_blocking=True)
 
     def _check_memory(self, num_bytes: int) -> None:
         if not self._on_gpu:
@@ -230,9 +232,9 @@ class CudaRunner:
                 f"free, of which {_SPARE_BYTES} are for activations"
             )
 
-    def _captured(self, most: int) -> _DecodeGraphs | None:
+    def _captured(self, most: int) -> DecodeGraphs | None:
         try:
-            return _DecodeGraphs(self, most)
+            return DecodeGraphs(self, most, _CudaCapture())
         except RuntimeError as error:
             # Some models wait for the device in every step; they are right without graphs, only slower.
             logger.warning("graphs_not_used reason=%s", " ".join(str(error).split())[:200])
@@ -257,13 +259,31 @@ class CudaRunner:
         self.pool[:2].zero_()
 
 
-@dataclass(slots=True)
-class _Graph:
-    graph: torch.cuda.CUDAGraph
+@dataclass(frozen=True, slots=True)
+class CapturedStep:
+    """A step that `replay` computes again, over the same tensors as when it was captured, into `logits`."""
+
+    replay: Callable[[], None]
     logits: torch.Tensor
 
 
-class _DecodeGraphs:
+class _CudaCapture:
+    """Captures steps as CUDA graphs that share their memory: the largest has to come first."""
+
+    def __init__(self) -> None:
+        self._memory: Any = None
+
+    def __call__(self, step: Callable[[], torch.Tensor]) -> CapturedStep:
+        step()  # Compiles and allocates what may not be done while capturing.
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._memory):
+            logits = step()
+        self._memory = graph.pool()
+        return CapturedStep(graph.replay, logits)
+
+
+class DecodeGraphs:
     """Decode steps, captured for buckets of sequences and of contexts, over numbers that lie at fixed places.
 
     A batch takes the smallest bucket that holds it; the places it leaves over are padding: no context, slot -1.
@@ -271,9 +291,12 @@ class _DecodeGraphs:
     Args:
         runner: whose model and pool.
         most: sequences of the largest bucket.
+        capture: makes a graph of a step.
     """
 
-    def __init__(self, runner: CudaRunner, most: int) -> None:
+    def __init__(
+        self, runner: CudaRunner, most: int, capture: Callable[[Callable[[], torch.Tensor]], CapturedStep]
+    ) -> None:
         self._runner = runner
         self._sizes = sorted({*(size for size in _BATCH_BUCKETS if size < most), most})
         bounds = {*(longest for longest in _LONGEST_BUCKETS if longest < runner.max_model_len), runner.max_model_len}
@@ -288,9 +311,10 @@ class _DecodeGraphs:
         self._tables = torch.zeros(most, width, dtype=torch.int64, device=device)
         self._starts = torch.arange(most + 1, device=device)
         # Host side of the first four, so that one step is two copies.
-        self._numbers = torch.zeros(4, most, dtype=torch.int64, pin_memory=True)
-        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._graphs = self._capture()
+        on_gpu = device.type == "cuda"
+        self._numbers = torch.zeros(4, most, dtype=torch.int64, pin_memory=on_gpu)
+        self._copied = torch.cuda.Event() if on_gpu else None  # type: ignore[no-untyped-call]
+        self._graphs = self._captured_by(capture)
 
     def run(self, batch: ForwardBatch) -> torch.Tensor | None:
         """Logits of the batch; None when no bucket fits it."""
@@ -299,7 +323,8 @@ class _DecodeGraphs:
         bound = next((bound for bound in self._bounds if bound >= longest), None)
         if size is None or bound is None or batch.num_tokens != count or len(batch.logits_rows) != count:
             return None
-        self._copied.synchronize()  # The last step's copies have read the host side.
+        if self._copied is not None:
+            self._copied.synchronize()  # The last step's copies have read the host side.
         numbers = self._numbers
         numbers[:, :size] = 0
         numbers[2, :size] = -1
@@ -308,25 +333,22 @@ class _DecodeGraphs:
         for row, target in enumerate((self._token_ids, self._positions, self._slots, self._contexts)):
             target[:size].copy_(numbers[row, :size], non_blocking=True)
         self._tables[:count, : batch.block_tables.shape[1]].copy_(batch.block_tables, non_blocking=True)
-        self._copied.record()
+        if self._copied is not None:
+            self._copied.record()
         captured = self._graphs[size, bound]
-        captured.graph.replay()
+        captured.replay()
         return captured.logits[:count].clone()
 
     @torch.inference_mode()
-    def _capture(self) -> dict[tuple[int, int], _Graph]:
-        graphs: dict[tuple[int, int], _Graph] = {}
-        memory = None
+    def _captured_by(
+        self, capture: Callable[[Callable[[], torch.Tensor]], CapturedStep]
+    ) -> dict[tuple[int, int], CapturedStep]:
         # The largest first: the others then fit in its memory.
-        for size in reversed(self._sizes):
-            for bound in self._bounds:
-                self._forward(size, bound)  # Compiles and allocates what may not be done while capturing.
-                torch.cuda.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=memory):
-                    logits = self._forward(size, bound)
-                memory = graph.pool()
-                graphs[size, bound] = _Graph(graph, logits)
+        graphs = {
+            (size, bound): capture(partial(self._forward, size, bound))
+            for size in reversed(self._sizes)
+            for bound in self._bounds
+        }
         logger.info("graphs_captured count=%d sequences=%s contexts=%s", len(graphs), self._sizes, self._bounds)
         return graphs
 
@@ -340,6 +362,15 @@ class _DecodeGraphs:
             longest=longest,
         )
         return self._runner.forward(plan, self._token_ids[:size], self._positions[:size], self._starts[:size], None)
+
+
+def runs_of(block_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Ascending ids as half-open ranges, so that blocks that lie side by side are one copy."""
+    first = 0
+    for place, block in enumerate(block_ids, start=1):
+        if place == len(block_ids) or block_ids[place] != block + 1:
+            yield block_ids[first], block + 1
+            first = place
 
 
 def _device_of(name: str) -> torch.device:

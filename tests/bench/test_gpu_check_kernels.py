@@ -69,6 +69,7 @@ def test_a_filter_that_a_device_loses_is_seen(monkeypatch: pytest.MonkeyPatch, l
 
     monkeypatch.setattr(torch_sampling, "choose", without)
     monkeypatch.setattr(triton_sampling, "draw", drawn)
+    monkeypatch.setattr(gpu_kernels, "CHOICE_ROWS", 64)
     (check,) = correctness("top_k, top_p")
     assert check.result == WRONG
     assert "where the host chooses" in check.detail
