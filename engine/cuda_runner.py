@@ -234,7 +234,9 @@ class CudaRunner:
 
     def _captured(self, most: int) -> DecodeGraphs | None:
         try:
-            return DecodeGraphs(self, most, _CudaCapture())
+            # A capture that fails leaves its own stream the current one.
+            with torch.cuda.stream(torch.cuda.current_stream(self._device)):
+                return DecodeGraphs(self, most, _CudaCapture())
         except RuntimeError as error:
             # Some models wait for the device in every step; they are right without graphs, only slower.
             logger.warning("graphs_not_used reason=%s", " ".join(str(error).split())[:200])

@@ -15,8 +15,26 @@ import torch
 
 from kernels import triton_elementwise
 
-_FAMILIES = ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen3", "Qwen3Moe", "SmolLM3", "Granite")
-"""Whose RMSNorm rounds before the weight, and whose rotary embedding turns halves."""
+_FAMILIES = (
+    "Arcee",
+    "Exaone4",
+    "Granite",
+    "GraniteMoe",
+    "HunYuanDenseV1",
+    "Llama",
+    "Ministral",
+    "Mistral",
+    "Mixtral",
+    "Olmoe",
+    "Phi3",
+    "Qwen2",
+    "Qwen2Moe",
+    "Qwen3",
+    "Qwen3Moe",
+    "SeedOss",
+    "SmolLM3",
+)
+"""Whose RMSNorm rounds before the weight, and whose rotary embedding turns halves of a head or of its first part."""
 
 _ROTARY = "apply_rotary_pos_emb"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from ctypes import c_int64
 from pathlib import Path
@@ -14,6 +15,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.forward_batch import SequenceSlice, build_batch
 from engine.ids import BlockId
+from engine.model_loader import SUPPORTED_FAMILIES
 from engine.model_runner import ModelRunner, Runner
 from engine.model_store import ModelFiles
 from kernels import ops
@@ -90,6 +92,21 @@ def test_logits_equal_the_torch_runner_over_prefill_chunks_and_decode(runner: Cu
 def test_the_common_shape_runs_on_fused_kernels(runner: CudaRunner) -> None:
     # Two layers: two norms, an MLP and an attention each, and the last norm.
     assert runner.fused == 2 * 4 + 1
+
+
+def test_fused_norms_round_where_the_families_own_do() -> None:
+    modules = {name.replace("_", ""): name for name in SUPPORTED_FAMILIES} | {"hunyuandensev1": "hunyuan_v1_dense"}
+    generator = torch.Generator().manual_seed(4)
+    values, weight = (torch.randn(size, generator=generator).bfloat16() for size in ((6, 64), (64,)))
+    for family in fused_modules._FAMILIES:
+        name = modules[family.lower()]
+        module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+        norm = getattr(module, f"{family}RMSNorm")(64).to(torch.bfloat16)
+        with torch.inference_mode():
+            norm.weight.copy_(weight)
+            expected, actual = norm(values), fused_modules._rms_norm(norm, values)
+        # Sums in another order may move a value that lies between two; rounding elsewhere moves every fourth.
+        assert (actual != expected).float().mean() < 0.02, family
 
 
 def test_models_loaded_otherwise_do_not_notice(runner: CudaRunner, plain: ModelRunner) -> None:
