@@ -8,11 +8,14 @@ Queues, in order of place in line, and what moves an entry on:
                (but for those still to be saved, which every step goes on with)
     reserved   hand-offs whose blocks are promised to a prefill node; `join` or `give_up` ends that
     running    each step computes one token of those that are up to date, and chunks of the others: with what is left of
-               the budget, and not so much that the first ones wait too long. The most urgent of these prompts share
-               that with the first in line as engine/prompt_shares.py says. When blocks run out the last in line goes
-               back to waiting, its K/V copied to host memory where that is the quicker way back (costs.py). But when
-               it could only make way for hand-offs behind it, it keeps its blocks and sits out steps until these end:
-               what is promised to another process is not taken back, and a hand-off that has joined runs behind it
+               the budget, and not so much that the first ones wait too long. When blocks run out the last in line goes
+               back to waiting, its K/V copied to host memory where that is the quicker way back (costs.py)
+
+Of prompts the most urgent share a step with the first in line, as engine/prompt_shares.py says. One whose next block
+another one before it has still to compute waits for that block, and takes it over.
+
+Where the last in line could only make way for hand-offs behind it, it keeps its blocks and sits steps out until these
+end: what is promised to another process is not taken back, but what has joined stands behind it like any other.
 
 Copies are a part of steps, made before the step computes, and as bounded as prompts in it are: a few blocks of a
 preempted sequence go out per step, from its end, and come back as if they were computed. A block that is saved counts
@@ -41,7 +44,7 @@ from decode_node.costs import Costs
 from decode_node.growth import Demand, OutputLengths, peak_growth
 from decode_node.sequence import DecodeSequence, HostCopy, Reservation
 from engine.block_pool import BlockPool
-from engine.ids import BlockId
+from engine.ids import BlockHash, BlockId
 from engine.kv_layout import KvLayout
 from engine.prompt_shares import share_out
 
@@ -337,6 +340,7 @@ class DecodeScheduler:
         """Choose what the next step does. None: there is nothing to do. Call `admit` before."""
         budget = self._max_num_batched_tokens
         slices: list[Slice] = []
+        waits = self._follow_prefixes()
         for sequence in list(self._running):
             is_due = sequence.num_uncomputed == 1 and not sequence.is_restoring
             if budget > 0 and is_due and self._grow(sequence, sequence.num_tokens):
@@ -347,7 +351,7 @@ class DecodeScheduler:
         if bound_s is not None:
             bound_s -= self.costs.copied.time_s(num_copied * self._layout.block_bytes)
             budget = min(budget, self.costs.prompt_tokens_within(bound_s, least=self._layout.block_size))
-        lengths = self._share_out(budget)
+        lengths = self._share_out(budget, waits)
         for sequence in list(self._running):
             length = lengths.get(sequence, 0)
             if length and self._grow(sequence, sequence.num_computed + length):
@@ -503,16 +507,52 @@ class DecodeScheduler:
 
     # -- inside: prompts ------------------------------------------------------------------------------------
 
-    def _share_out(self, budget: int) -> dict[DecodeSequence, int]:
-        """Tokens of the step for each that has more to compute than one."""
-        prompts = [each for each in self._running if each.num_uncomputed > 1 and not each.is_restoring]
+    @property
+    def _prompts(self) -> list[DecodeSequence]:
+        """Those that have more to compute than one token."""
+        return [each for each in self._running if each.num_uncomputed > 1 and not each.is_restoring]
+
+    def _follow_prefixes(self) -> dict[DecodeSequence, DecodeSequence]:
+        """Prompts take over blocks that have become findable; returns who waits for whom to compute its next one.
+
+        Found out anew for each step, and everybody waits only for one before it: so nobody waits for one that is gone.
+        """
+        block_size = self._layout.block_size
+        waits: dict[DecodeSequence, DecodeSequence] = {}
+        computers: dict[BlockHash, DecodeSequence] = {}
+        for prompt in self._prompts:
+            hashes = prompt.full_block_hashes(block_size, prompt.num_tokens // block_size)
+            reusable = hashes[: self._max_reusable(prompt)]
+            first, begun = divmod(prompt.num_computed, block_size)
+            if not begun and first < len(reusable):
+                found = self._pool.match(reusable[first:])
+                self._pool.release(prompt.block_ids[first:])
+                prompt.block_ids[first:] = found
+                first += len(found)
+                prompt.num_computed = first * block_size
+                computer = computers.get(reusable[first]) if first < len(reusable) else None
+                if computer is not None:
+                    waits[prompt] = computer
+                    continue
+            for block_hash in hashes[first:]:
+                computers.setdefault(block_hash, prompt)
+        return waits
+
+    def _share_out(self, budget: int, waits: dict[DecodeSequence, DecodeSequence]) -> dict[DecodeSequence, int]:
+        """Tokens of the step for each prompt; one for which others wait is as urgent and as short as these."""
+        prompts = [prompt for prompt in self._prompts if prompt not in waits]
         if budget < 1 or not prompts:
             return {}
         oldest = prompts[0]
         if self._is_shortest_first:
-            urgency = min(prompt.priority for prompt in prompts)
-            prompts = [prompt for prompt in prompts if prompt.priority == urgency]
-            prompts.sort(key=lambda prompt: prompt.num_uncomputed)
+            urgency = {prompt: prompt.priority for prompt in prompts}
+            work = {prompt: prompt.num_uncomputed for prompt in prompts}
+            for prompt, computer in waits.items():
+                if prompt.is_running and computer in work:
+                    urgency[computer] = min(urgency[computer], prompt.priority)
+                    work[computer] = min(work[computer], prompt.num_uncomputed)
+            most = min(urgency.values())
+            prompts = sorted((prompt for prompt in prompts if urgency[prompt] == most), key=lambda prompt: work[prompt])
         return share_out(
             prompts,
             oldest,

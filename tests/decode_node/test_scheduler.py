@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from random import Random
 from typing import Any
 
-from hypothesis import settings
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -641,20 +643,112 @@ class TestPromptsBesideDecoding:
 
 
 class TestTwinPrompts:
-    def test_the_same_prompt_computed_twice_at_once_is_kept_once(self) -> None:
+    def test_a_prompt_that_comes_twice_at_once_is_computed_once(self) -> None:
         queue, pool = scheduler(16)
         one, two = sequence(10), sequence(10)
         start(queue, one, two)
-        assert step(queue) == {one: (0, 10), two: (0, 10)}
+        assert step(queue) == {one: (0, 10)}
+        # Two of its three blocks are full.
+        assert step(queue) == {one: (10, 1), two: (8, 2)}
         assert one.block_ids[:2] == two.block_ids[:2] and one.block_ids[2] != two.block_ids[2]
         assert pool.counts.in_use == 4
         queue.end(one)
         queue.end(two)
         assert_idle(queue, pool)
 
+    def test_who_waits_for_a_prefix_goes_on_as_soon_as_it_is_there(self) -> None:
+        queue, _ = scheduler(64, budget=16)
+        long, short = sequence(60), sequence(13)
+        start(queue, long, short)
+        # Three of its blocks, and the first of what is long's alone; then all but its last token is there.
+        assert step(queue) == {long: (0, 16)}
+        assert step(queue) == {short: (12, 1), long: (16, 15)}
+
+    def test_a_prefix_is_as_pressing_as_those_who_wait_for_it(self) -> None:
+        queue, _ = scheduler(100, budget=16)
+        first, long, middling, short = sequence(60, first=500), sequence(60), sequence(40, first=900), sequence(13)
+        start(queue, first, long, middling, short)
+        # Without the short one it would be the middling one's turn, which has less to do than the long one.
+        assert step(queue) == {first: (0, 4), long: (0, 12)}
+        assert step(queue)[short] == (12, 1)
+
+    def test_one_that_needs_every_token_does_not_wait(self) -> None:
+        queue, pool = scheduler(16)
+        usual, scored = sequence(10), sequence(10, prompt_logprobs=0)
+        start(queue, usual, scored)
+        assert step(queue) == {usual: (0, 10), scored: (0, 10)}
+        # What was computed twice is kept once.
+        assert usual.block_ids[:2] == scored.block_ids[:2] and usual.block_ids[2] != scored.block_ids[2]
+        assert pool.counts.in_use == 4
+        for each in (usual, scored):
+            queue.end(each)
+        assert_idle(queue, pool)
+
+    @pytest.mark.parametrize("how", ["ended", "ended in a step", "preempted", "step failed"])
+    def test_who_waits_for_a_prefix_takes_over_when_its_computer_is_gone(self, how: str) -> None:
+        queue, pool = scheduler(32, budget=10)
+        first, second = sequence(30), sequence(30)
+        start(queue, first, second)
+        assert step(queue) == {first: (0, 10)}
+        decision = queue.decide()
+        assert decision is not None and [piece.sequence for piece in decision.slices] == [first]
+        if how == "ended in a step":
+            queue.end(first)
+        if how == "step failed":
+            queue.abandon(decision)
+        else:
+            finish(queue, decision)
+        if how == "preempted":
+            queue._preempt(first)
+        else:
+            queue.end(first)
+        there = 8 if how == "step failed" else 20
+        assert step(queue) == {second: (there, 10)}
+        for each in (first, second):
+            queue.end(each)
+        assert_idle(queue, pool)
+
+    @settings(max_examples=60, deadline=None)
+    @given(
+        prompts=st.lists(
+            st.tuples(st.lists(st.integers(0, 1), max_size=6), st.integers(1, 9), st.integers(0, 8)),
+            min_size=1,
+            max_size=8,
+        ),
+        budget=st.integers(1, 30),
+    )
+    def test_no_block_of_any_prefix_is_computed_twice(
+        self, prompts: list[tuple[list[int], int, int]], budget: int
+    ) -> None:
+        queue, pool = scheduler(200, budget=budget)
+        arrives: dict[DecodeSequence, int] = {}
+        for number, (parts, rest, at) in enumerate(prompts):
+            # Parts of five tokens, in one of two kinds each, so that prefixes of any length are shared.
+            tokens = [part for part in parts for _ in range(5)] + [1000 + number] * rest
+            arrives[DecodeSequence(0, tokens, SamplingParams(), ROOT)] = at
+        alive = set(arrives)
+        computed: Counter[BlockHash] = Counter()
+        for number in range(400):
+            if not alive:
+                break
+            # Place in line is decided by when it comes.
+            for each in [each for each, at in arrives.items() if at == number]:
+                each.arrival = next_place()
+                queue.add(each)
+            queue.admit()
+            for each, (begin, length) in step(queue).items():
+                reusable = range(begin // 4, min((begin + length) // 4, (len(each.prompt_token_ids) - 1) // 4))
+                computed.update(each.block_hashes[index] for index in reusable)
+                if len(each.output_token_ids) == 2:
+                    queue.end(each)
+                    alive.remove(each)
+        assert not alive, "somebody waits for ever"
+        assert set(computed.values()) <= {1}
+        assert_idle(queue, pool)
+
     def test_no_hole_when_the_first_of_two_ends_and_is_evicted(self) -> None:
         queue, pool = scheduler(12)
-        one, two = sequence(10), sequence(10)
+        one, two = sequence(10), sequence(10, prompt_logprobs=0)
         two.index = 1
         start(queue, one, two)
         step(queue)
