@@ -629,6 +629,39 @@ async def test_two_hundred_cancels_at_random_times() -> None:
             assert await router.generate(prompt_of(40), [prefill]) == [alone(prompt_of(40), 6)]
 
 
+@pytest.mark.parametrize("end", ["commits", "cancelled"])
+async def test_a_stream_out_of_blocks_waits_for_the_hand_off_behind_it_and_then_goes_on(
+    monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    gate = threading.Event()
+    runner = sim_runner(8)
+    run = runner.run
+    monkeypatch.setattr(runner, "run", lambda *args, **more: (gate.wait(20), run(*args, **more))[1])
+    async with cluster() as nodes:
+        prefill = await nodes.prefill(faults=f"before_complete=sleep:{0.5 if end == 'commits' else 9}")
+        decode = await nodes.decode(runner)
+        admit_too_much(decode)
+        async with nodes.router(decode) as router:
+            first = await router.start(router.message(prompt_of(6), max_tokens=20))
+            await until(lambda: decode.node.scheduler.num_running)
+            (sequence,) = decode.node.scheduler._running
+            # All that the first one does not hold yet is promised to the second one.
+            message = router.message(prompt_of(22, 1), [prefill])
+            second = await router.start(message)
+            await until(lambda: decode.node.status().leases)
+            gate.set()
+            await until(lambda: len(first[0].tokens) >= 3)
+            if end == "cancelled":
+                await router.cancel(message)
+            await ended(first, 8)
+            await ended(second, 8)
+            assert first[0].tokens == alone(prompt_of(6), 20)
+            assert sequence.num_preemptions == 0
+            if end == "commits":
+                assert second[0].tokens == alone(prompt_of(22, 1), 6)
+        await idle(nodes.hosts)
+
+
 # -- nonsense ----------------------------------------------------------------------------------------------------
 
 

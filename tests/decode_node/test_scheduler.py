@@ -708,7 +708,7 @@ class TestTwinPrompts:
             queue.end(each)
         assert_idle(queue, pool)
 
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=30, deadline=None)
     @given(
         prompts=st.lists(
             st.tuples(st.lists(st.integers(0, 1), max_size=6), st.integers(1, 9), st.integers(0, 8)),
