@@ -53,7 +53,7 @@ def _widened(handle: Any) -> np.ndarray:
     data: np.ndarray = handle.data
     if handle.dtype.scalar == tl.bfloat16:
         return (data.astype(np.uint32) << 16).view(np.float32)
-    return data
+    return data.astype(np.float32) if data.dtype == np.float16 else data  # else numpy multiplies without BLAS
 
 
 @contextmanager
