@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from decode_node.scheduler import BlockMove, CopyBlock, RestoreBlocks, SaveBlocks
+from decode_node.host_copies import RestoreBlocks, SaveBlocks
+from decode_node.scheduler import BlockMove, CopyBlock
 from engine.ids import BlockId
 from engine.model_runner import Runner
 

@@ -23,8 +23,9 @@ from decode_node.beam_group import BeamGroup
 from decode_node.beam_search import begin_search, commit_beam
 from decode_node.config import DecodeConfig
 from decode_node.door import Door
+from decode_node.host_copies import RestoreBlocks
 from decode_node.receiver import HandoffReceiver
-from decode_node.scheduler import DecodeDecision, DecodeScheduler, RestoreBlocks, Slice
+from decode_node.scheduler import DecodeDecision, DecodeScheduler, Slice
 from decode_node.sequence import DecodeSequence, next_place
 from decode_node.session import Session
 from decode_node.step import SliceResult, StepResult, run_step
@@ -178,8 +179,8 @@ class DecodeNode:
         status.allocated_slots = self.scheduler.allocated_slots
         status.unused_slots = self.scheduler.unused_slots
         status.reserved_blocks = self.scheduler.num_reserved_blocks
-        status.swaps = self.scheduler.swaps
-        status.swap_bytes = self.scheduler.swap_bytes
+        status.swaps = self.scheduler.host_copies.count
+        status.swap_bytes = self.scheduler.host_copies.num_bytes
         status.expected_output_tokens = self.scheduler.lengths.mean
         return status
 

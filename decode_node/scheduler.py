@@ -42,7 +42,8 @@ from dataclasses import dataclass
 
 from decode_node.costs import Costs
 from decode_node.growth import Demand, OutputLengths, peak_growth
-from decode_node.sequence import DecodeSequence, HostCopy, Reservation
+from decode_node.host_copies import HostCopies, RestoreBlocks, SaveBlocks
+from decode_node.sequence import DecodeSequence, Reservation
 from engine.block_pool import BlockPool
 from engine.ids import BlockHash, BlockId
 from engine.kv_layout import KvLayout
@@ -67,26 +68,6 @@ class CopyBlock:
 
     source: BlockId
     destination: BlockId
-
-
-@dataclass(frozen=True, slots=True)
-class SaveBlocks:
-    """Copy these blocks of a preempted sequence into `copy.data`, from its block `first_block` on."""
-
-    sequence: DecodeSequence
-    copy: HostCopy
-    first_block: int
-    block_ids: tuple[BlockId, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RestoreBlocks:
-    """Copy the blocks of `copy` from `first_block` on back to these ids."""
-
-    sequence: DecodeSequence
-    copy: HostCopy
-    first_block: int
-    block_ids: tuple[BlockId, ...]
 
 
 BlockMove = CopyBlock | SaveBlocks | RestoreBlocks
@@ -138,21 +119,18 @@ class DecodeScheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_seqs = max_num_seqs
         self._itl_bound_s = itl_bound_s
-        self._max_swap_bytes = swap_bytes
         self._is_shortest_first = shortest_first
         self._waiting: list[DecodeSequence | Reservation] = []
         self._reserved: set[Reservation] = set()
         self._running: list[DecodeSequence] = []
-        self._saving: list[DecodeSequence] = []  # Their copies still hold blocks.
         self._moves: list[BlockMove] = []
         self._is_moving = False
         self._preempted: list[DecodeSequence] = []
         self._refused: tuple[DecodeSequence | Reservation | None, int, int] = None, 0, 0
         self.costs = costs or Costs()
+        self.host_copies = HostCopies(pool, layout, swap_bytes)
         self.lengths = OutputLengths()
         self.preemptions = 0
-        self.swaps = 0
-        self.swap_bytes = 0
 
     # -- what the node asks ---------------------------------------------------------------------------------
 
@@ -227,7 +205,7 @@ class DecodeScheduler:
             entry = self._waiting[0]
             if not (self._try_grant(entry) if isinstance(entry, Reservation) else self._try_start(entry)):
                 # One at a time: its blocks are free when they are saved.
-                if self._is_waited_for and self._running[-1].arrival > entry.arrival and not self._saving:
+                if self._is_waited_for and self._running[-1].arrival > entry.arrival and not self.host_copies.is_saving:
                     self._preempt(self._running[-1])
                     continue
                 self._refused = entry, self._pool.num_allocatable, self._num_taken
@@ -329,7 +307,7 @@ class DecodeScheduler:
             self.lengths.record(len(sequence.output_token_ids))
         if sequence in self._waiting:
             self._waiting.remove(sequence)
-            self._drop_copy(sequence)
+            self.host_copies.drop(sequence)
             self._hand_down(sequence)
         elif not sequence.is_on_device:
             self._release_if_ended(sequence)
@@ -371,7 +349,7 @@ class DecodeScheduler:
         self._is_moving = False
         for move in decision.moves:
             if isinstance(move, SaveBlocks) and move in failed:
-                self._lose(move)
+                self.host_copies.lose(move)
             elif isinstance(move, RestoreBlocks):
                 self._commit_restored(move, is_made=move not in failed)
         for piece in decision.slices:
@@ -387,7 +365,7 @@ class DecodeScheduler:
         self._is_moving = False
         for move in decision.moves:
             if isinstance(move, SaveBlocks):
-                self._lose(move)
+                self.host_copies.lose(move)
         for sequence in decision.sequences:
             sequence.is_on_device = False
             self._release_if_ended(sequence)
@@ -404,11 +382,7 @@ class DecodeScheduler:
             assert sequence.is_running, "a running sequence is waited for"
             assert len(sequence.block_ids) >= self._layout.blocks_for(sequence.num_computed), "a sequence lost blocks"
             assert sequence.host_copy is None or not sequence.host_copy.unsaved, "a sequence runs that is being saved"
-        copies = {sequence: sequence.host_copy for sequence in (*waiting, *self._running) if sequence.host_copy}
-        copied = sum(copy.num_blocks for copy in copies.values())
-        assert self.swap_bytes == copied * self._layout.block_bytes <= self._max_swap_bytes, "host memory was lost"
-        saving = {sequence for sequence, copy in copies.items() if copy.unsaved}
-        assert saving == set(self._saving) and len(saving) == len(self._saving), "a copy is never finished"
+        self.host_copies.check_invariants((*waiting, *self._running))
 
     # -- inside: admission ----------------------------------------------------------------------------------
 
@@ -501,7 +475,7 @@ class DecodeScheduler:
         sequence.block_ids = held
         sequence.num_computed = len(held) * self._layout.block_size
         if copy is not None and copy.num_tokens <= sequence.num_computed:
-            self._drop_copy(sequence)
+            self.host_copies.drop(sequence)
         self._run(sequence)
         return True
 
@@ -590,7 +564,7 @@ class DecodeScheduler:
 
         False when that is this one: it is preempted, or sits this step out.
         """
-        if self._saving:
+        if self.host_copies.is_saving:
             self._save(1)
             return True
         last = self._running[-1]
@@ -613,16 +587,11 @@ class DecodeScheduler:
             sequence.num_preemptions += 1
             self.preemptions += 1
             self._preempted.append(sequence)
-            num_blocks = self._layout.blocks_for(num_computed)
-            num_bytes = num_blocks * self._layout.block_bytes
-            has_room = num_bytes <= self._max_swap_bytes - self.swap_bytes
+            num_bytes = self._layout.blocks_for(num_computed) * self._layout.block_bytes
+            has_room = self.host_copies.has_room(num_bytes)
             # One that is preempted again before all was copied back still has its copy.
             if not sequence.is_restoring and has_room and self.costs.copy_is_quicker(num_bytes, num_computed):
-                unsaved, sequence.block_ids = sequence.block_ids[:num_blocks], sequence.block_ids[num_blocks:]
-                sequence.host_copy = HostCopy(num_computed, num_blocks, unsaved)
-                self._saving.append(sequence)
-                self.swap_bytes += num_bytes
-                self.swaps += 1
+                self.host_copies.begin(sequence)
         self._leave(sequence)
         self.add(sequence)
 
@@ -637,7 +606,7 @@ class DecodeScheduler:
             most = self.costs.copied_bytes_within(bound_s, least=size) // size
             # At least one more, whatever was saved already for those that could not wait.
             most = max(most, self._num_copied + 1)
-        while self._saving and self._num_copied < most:
+        while self.host_copies.is_saving and self._num_copied < most:
             self._save(most - self._num_copied)
         for sequence in list(self._running):
             if sequence.is_restoring and self._num_copied < most:
@@ -650,16 +619,9 @@ class DecodeScheduler:
         return sum(len(move.block_ids) for move in self._moves if not isinstance(move, CopyBlock))
 
     def _save(self, most: int) -> None:
-        """Blocks go from the end, as those of an ended sequence do: what stays findable begins at the start."""
-        sequence = self._saving[0]
-        copy = sequence.host_copy
-        assert copy is not None, "only what has a copy is saved"
-        taken = copy.unsaved[-most:]
-        del copy.unsaved[-most:]
-        self._moves.append(SaveBlocks(sequence, copy, len(copy.unsaved), tuple(taken)))
-        self._pool.release(taken)
-        if not copy.unsaved:
-            self._saving.pop(0)
+        move = self.host_copies.save(most)
+        self._moves.append(move)
+        if not move.copy.unsaved:
             self._refused = None, 0, 0
 
     def _restore(self, sequence: DecodeSequence, most: int) -> None:
@@ -691,23 +653,8 @@ class DecodeScheduler:
             sequence.num_computed = min(end, move.copy.num_tokens)
             self._publish(sequence, move.first_block)
             if sequence.num_computed == move.copy.num_tokens:
-                self._drop_copy(sequence)
+                self.host_copies.drop(sequence)
         self._release_if_ended(sequence)
-
-    def _lose(self, move: SaveBlocks) -> None:
-        """A copy is not complete: its sequence is computed again."""
-        if move.sequence.host_copy is move.copy:
-            self._drop_copy(move.sequence)
-
-    def _drop_copy(self, sequence: DecodeSequence) -> None:
-        copy, sequence.host_copy = sequence.host_copy, None
-        if copy is None:
-            return
-        self.swap_bytes -= copy.num_blocks * self._layout.block_bytes
-        if copy.unsaved:
-            self._saving.remove(sequence)
-            self._pool.release(copy.unsaved)
-            copy.unsaved = []
 
     def _publish(self, sequence: DecodeSequence, first_block: int) -> None:
         full_blocks = sequence.num_computed // self._layout.block_size
@@ -734,7 +681,7 @@ class DecodeScheduler:
     def _release_if_ended(self, sequence: DecodeSequence) -> None:
         if sequence.is_ended and sequence.is_running:
             self._leave(sequence)
-            self._drop_copy(sequence)
+            self.host_copies.drop(sequence)
             self._hand_down(sequence)
 
     def _hand_down(self, leader: DecodeSequence) -> None:

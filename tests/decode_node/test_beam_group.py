@@ -337,7 +337,7 @@ async def test_a_beam_that_is_computed_again_reports_once() -> None:
     kept_back, scheduler._waiting = scheduler._waiting, []
     step()  # The first reports alone.
     scheduler._waiting = kept_back
-    scheduler._max_swap_bytes = scheduler.swap_bytes  # No room for another copy.
+    scheduler.host_copies._max_bytes = scheduler.host_copies.num_bytes  # No room for another copy.
     scheduler._preempt(early)
     while step():
         pass

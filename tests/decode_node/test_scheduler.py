@@ -14,7 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from decode_node.costs import Costs
 from decode_node.growth import OutputLengths
-from decode_node.scheduler import BlockMove, CopyBlock, DecodeDecision, DecodeScheduler, RestoreBlocks, SaveBlocks
+from decode_node.host_copies import RestoreBlocks, SaveBlocks
+from decode_node.scheduler import BlockMove, CopyBlock, DecodeDecision, DecodeScheduler
 from decode_node.sequence import DecodeSequence, Reservation, next_place
 from engine.block_pool import BlockPool
 from engine.ids import BlockHash, BlockId
@@ -439,12 +440,12 @@ class TestHostCopies:
         (_, length) = computed[young]
         queue.end(young)
         assert_idle(queue, pool)
-        assert queue.swap_bytes == 0
+        assert queue.host_copies.num_bytes == 0
         return length
 
     def test_it_goes_on_where_it_was(self) -> None:
         queue, pool, old, young = self.preempted(swap_bytes=3 * self.BLOCK_BYTES)
-        assert (queue.swaps, queue.swap_bytes) == (1, 3 * self.BLOCK_BYTES)
+        assert (queue.host_copies.count, queue.host_copies.num_bytes) == (1, 3 * self.BLOCK_BYTES)
         assert not queue.take_preempted()
         assert self.finish_old_then_young(queue, pool, old, young) == 1
 
@@ -469,7 +470,7 @@ class TestHostCopies:
         step(queue)
         queue._preempt(prompt)
         step(queue)
-        assert queue.swap_bytes == 2 * self.BLOCK_BYTES
+        assert queue.host_copies.num_bytes == 2 * self.BLOCK_BYTES
         queue.admit()
         assert step(queue) == {prompt: (8, 1)}
         queue.end(prompt)
@@ -477,7 +478,7 @@ class TestHostCopies:
 
     def test_without_room_it_is_computed_again(self) -> None:
         queue, pool, old, young = self.preempted(swap_bytes=3 * self.BLOCK_BYTES - 1)
-        assert (queue.swaps, queue.swap_bytes) == (0, 0)
+        assert (queue.host_copies.count, queue.host_copies.num_bytes) == (0, 0)
         assert queue.take_preempted() == [young]
         assert self.finish_old_then_young(queue, pool, old, young) == 13 - 8
 
@@ -486,10 +487,10 @@ class TestHostCopies:
         costs.copied.record(self.BLOCK_BYTES, 1.0)
         costs.prompt.record(1000, 1.0)
         queue, *_ = self.preempted(swap_bytes=9 * self.BLOCK_BYTES, costs=costs)
-        assert queue.swaps == 0
+        assert queue.host_copies.count == 0
         costs.prompt.record(1, 1000.0)
         queue, *_ = self.preempted(swap_bytes=9 * self.BLOCK_BYTES, costs=costs)
-        assert queue.swaps == 1
+        assert queue.host_copies.count == 1
 
     def in_the_middle(self) -> tuple[Harness, BlockPool, DecodeSequence, DecodeSequence]:
         """An old one that decodes, and a young one that lost six blocks; of these a step may copy one."""
@@ -552,7 +553,7 @@ class TestHostCopies:
             queue.end(young)
             assert decision is not None
             finish(queue, decision)
-            assert queue.swap_bytes == 0
+            assert queue.host_copies.num_bytes == 0
             queue.end(old)
             assert_idle(queue, pool)
 
@@ -565,7 +566,7 @@ class TestHostCopies:
             assert decision is not None and isinstance(decision.moves[-1], SaveBlocks)
             queue.commit(decision, [decision.moves[-1]])
             queue.check_invariants()
-            assert (young.host_copy, queue.swap_bytes) == (None, 0)
+            assert (young.host_copy, queue.host_copies.num_bytes) == (None, 0)
             pool.release(pool.allocate(pool.num_allocatable))
             assert self.finish_old_then_young(queue, pool, old, young) == 22
 
@@ -588,7 +589,7 @@ class TestHostCopies:
     def test_its_end_frees_the_copy(self) -> None:
         queue, pool, old, young = self.preempted(swap_bytes=3 * self.BLOCK_BYTES)
         queue.end(young)
-        assert queue.swap_bytes == 0
+        assert queue.host_copies.num_bytes == 0
         queue.end(old)
         assert_idle(queue, pool)
 
@@ -1174,7 +1175,7 @@ class RandomDecode(RuleBasedStateMachine):
         for reservation in (*self.asked, *self.granted):
             fail_hand_off(self.queue, self.pool, reservation)
         assert_idle(self.queue, self.pool)
-        assert self.queue.swap_bytes == 0
+        assert self.queue.host_copies.num_bytes == 0
 
 
 class NamesOfPrefixes:
