@@ -167,6 +167,7 @@ def test_without_a_prefix_cache_it_is_computed_by_each(runner: ModelRunner, monk
         return []
 
     monkeypatch.setattr(BlockPool, "match", find_nothing)
+    monkeypatch.setattr(BlockPool, "publish_or_adopt", lambda self, block_id, block_hash: block_id)
     row = claims.shared_prompt(runner, shared=200, own=10)
     assert not row.holds and row.figures["one_after_another"] == 3.0 and row.figures["same_tokens"]
 
