@@ -83,7 +83,5 @@ class StepLoop(Generic[DecisionT, ResultT]):
                     logger.exception("step_failed step=%d", self.steps)
                     self._fail(decision, error)
                 self.steps += 1
-                # Let streams be served between steps even when the next decision is already there.
-                await asyncio.sleep(0)
         finally:
             self._thread.shutdown(wait=False, cancel_futures=True)
