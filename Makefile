@@ -17,7 +17,7 @@ export MODEL PORT PREFILL_NODES DECODE_NODES REDIS_URL
 SERVE_FLAGS = $(if $(MODEL),"$$MODEL") $(if $(PORT),--port "$$PORT") \
 	$(if $(PREFILL_NODES),--prefill-nodes "$$PREFILL_NODES") $(if $(DECODE_NODES),--decode-nodes "$$DECODE_NODES")
 
-.PHONY: serve test check format proto clean install install-test
+.PHONY: serve test report check format proto clean install install-test
 .DEFAULT_GOAL := serve
 
 # exec: Ctrl-C and SIGTERM then reach pdserve itself, which drains.
@@ -28,17 +28,20 @@ serve: $(VENV)/.installed
 # node that gets no time for seconds is taken for dead. TESTS=... runs those alone.
 CLUSTER_TESTS := tests/api tests/deploy tests/e2e tests/faults tests/pdserve
 TESTS ?=
-# Compiles every GPU kernel in processes of its own; the table of what each takes is shown (-s).
 REPORT_TEST := tests/kernels/test_triton_report.py
 
-test: $(VENV)/.installed-test check
+test: $(VENV)/.installed-test
+	@$(MAKE) --no-print-directory -j 2 check $(if $(TESTS),,report)
 ifeq ($(TESTS),)
-	$(VENV)/bin/python -m pytest $(PYTEST_ARGS) -s $(REPORT_TEST)
 	$(VENV)/bin/python -m pytest $(PYTEST_ARGS) -n 2 --dist loadfile $(CLUSTER_TESTS:%=--ignore=%) --ignore=$(REPORT_TEST)
 	$(VENV)/bin/python -m pytest $(PYTEST_ARGS) $(CLUSTER_TESTS)
 else
 	$(VENV)/bin/python -m pytest $(PYTEST_ARGS) $(TESTS)
 endif
+
+# Compiles every GPU kernel in processes of its own; the table of what each takes is shown (-s).
+report: $(VENV)/.installed-test
+	$(VENV)/bin/python -m pytest $(PYTEST_ARGS) -s $(REPORT_TEST)
 
 # Style, types, the floors, and that the generated protocol code is what its sources say.
 check: $(VENV)/.installed-test
