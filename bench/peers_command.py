@@ -177,12 +177,18 @@ def measure_together(run: Run) -> None:
     with contextlib.ExitStack() as servers:
         targets: dict[Seat, Target] = {}
         for seat in run.measured:
+            guessed_before_s = run.guessed_done_s
             try:
-                targets[seat] = servers.enter_context(_server_of(run, seat, ""))
-                asyncio.run(_warm_up(run, seat, targets[seat], 0))
+                with contextlib.ExitStack() as server:
+                    target = server.enter_context(_server_of(run, seat, ""))
+                    asyncio.run(_warm_up(run, seat, target, 0))
+                    servers.push(server.pop_all())
             except _LOST as error:
-                targets.pop(seat, None)
+                rows_s = run.rounds * rows_guess_s(run.row_names, run.settings.quick)
+                run.guessed_done_s = guessed_before_s + guess_s(ENGINES[seat[0]], (), run.settings.quick) + rows_s
                 _say(f"{_name_of(seat)}: {type(error).__name__}: {error}")
+            else:
+                targets[seat] = target
         for number in range(run.rounds):
             for row_name in run.row_names:
                 for seat in run.measured:

@@ -24,7 +24,7 @@ class PeersSettings:
     threads: Annotated[str, flag(WHAT, "Of 1, 2, and pd: prefill and decode with one thread each.")] = "1,2,pd"
     repeats: Annotated[
         int | None,
-        flag(WHAT, "Rounds of turns; each starts servers anew.", show_default="3; 1 with --quick"),
+        flag(WHAT, "Rounds of turns; each starts servers anew, but for --together.", show_default="3; 1 with --quick"),
     ] = None
     quick: Annotated[
         bool, flag(WHAT, "Less work in each row, and one round unless --repeats asks for more.", "--quick")

@@ -328,7 +328,7 @@ class DecodeScheduler:
         num_copied = self._copy_some(bound_s)
         if bound_s is not None:
             bound_s -= self.costs.copied.time_s(num_copied * self._layout.block_bytes)
-            budget = min(budget, self.costs.prompt_tokens_within(bound_s, least=self._layout.block_size))
+            budget = min(budget, self.costs.prompt_tokens_within(bound_s, least=max(2, self._layout.block_size)))
         lengths = self._share_out(budget, waits)
         for sequence in list(self._running):
             length = lengths.get(sequence, 0)
@@ -493,24 +493,32 @@ class DecodeScheduler:
         """
         block_size = self._layout.block_size
         waits: dict[DecodeSequence, DecodeSequence] = {}
-        computers: dict[BlockHash, DecodeSequence] = {}
+        before: list[DecodeSequence] = []
         for prompt in self._prompts:
-            hashes = prompt.full_block_hashes(block_size, prompt.num_tokens // block_size)
-            reusable = hashes[: self._max_reusable(prompt)]
             first, begun = divmod(prompt.num_computed, block_size)
-            if not begun and first < len(reusable):
-                found = self._pool.match(reusable[first:])
-                self._pool.release(prompt.block_ids[first:])
-                prompt.block_ids[first:] = found
-                first += len(found)
-                prompt.num_computed = first * block_size
-                computer = computers.get(reusable[first]) if first < len(reusable) else None
-                if computer is not None:
-                    waits[prompt] = computer
-                    continue
-            for block_hash in hashes[first:]:
-                computers.setdefault(block_hash, prompt)
+            most = self._max_reusable(prompt)
+            if not begun and first < most:
+                hashes = prompt.full_block_hashes(block_size, most)
+                if found := self._pool.match(hashes[first:]):
+                    self._pool.release(prompt.block_ids[first:])
+                    prompt.block_ids[first:] = found
+                    first += len(found)
+                    prompt.num_computed = first * block_size
+                    # What it shares now, others will not need.
+                    self._refused = None, 0, 0
+                if first < most:
+                    computer = next((each for each in before if self._computes(each, first, hashes[first])), None)
+                    if computer is not None:
+                        waits[prompt] = computer
+                        continue
+            before.append(prompt)
         return waits
+
+    def _computes(self, sequence: DecodeSequence, index: int, block_hash: BlockHash) -> bool:
+        """Whether it has this block, with all that is before it, still to compute."""
+        size = self._layout.block_size
+        is_to_come = sequence.num_computed < (index + 1) * size <= sequence.num_tokens
+        return is_to_come and sequence.full_block_hashes(size, index + 1)[index] == block_hash
 
     def _share_out(self, budget: int, waits: dict[DecodeSequence, DecodeSequence]) -> dict[DecodeSequence, int]:
         """Tokens of the step for each prompt; one for which others wait is as urgent and as short as these."""
@@ -578,6 +586,8 @@ class DecodeScheduler:
 
         From hand-offs behind it, that is, which join or are given up within their deadline; and from senders that stop.
         """
+        if self._waiting and self._waiting[0].arrival < sequence.arrival:
+            return False
         is_before_some = any(reservation.arrival > sequence.arrival for reservation in self._reserved)
         return is_before_some or self._pool.counts.quarantined > 0
 

@@ -1,7 +1,7 @@
 """The loop every node runs: decide, run, commit. Knows no model, no requests and no network.
 
 *Decide* and *commit* run on the event loop and own all state; *run* runs in one worker thread and touches only what the
-decision holds. So no lock is needed anywhere, and gRPC is served while the device computes.
+decision holds. So the state needs no lock, and gRPC is served while the device computes.
 """
 
 from __future__ import annotations

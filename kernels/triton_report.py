@@ -18,6 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -242,7 +243,9 @@ def main() -> None:
     capabilities = arguments.capability or sorted(SHARED_LIMITS)
     print(f"{'kernel':16} {'GPU':6} {'registers':>9} {'shared':>9} {'spilled':>8}  case", flush=True)
     rows: list[KernelReport] = []
-    with ProcessPoolExecutor(min(len(capabilities), os.cpu_count() or 1)) as processes:
+    with ProcessPoolExecutor(
+        min(len(capabilities), os.cpu_count() or 1), mp_context=get_context("spawn"), max_tasks_per_child=1
+    ) as processes:
         for own in processes.map(partial(report, quick=arguments.quick), capabilities):
             rows += own
             for row in own:

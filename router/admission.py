@@ -17,6 +17,9 @@ from router.generation import GenerationRequest, ModelLimits
 
 SHORTEST_RETRY_S = 1.0
 LONGEST_RETRY_S = 60.0
+_LEAST_OBSERVED_S = 1.0
+"""What one completion soon after the start of an observation says about a rate is nothing."""
+
 UNKNOWN_RETRY_S = 5.0
 WAITING_POOLS = 4
 """Prompts that fill the decode nodes so many times may wait, where nothing else was said."""
@@ -147,7 +150,7 @@ class Admission:
         assert self.admitted == self.requests + sum(self.outcomes.values())
 
     def _new_estimate(self) -> RateEstimate:
-        estimate = RateEstimate(self._rate_half_life_s)
+        estimate = RateEstimate(self._rate_half_life_s, least_s=_LEAST_OBSERVED_S)
         estimate.add(0, self._clock())
         return estimate
 
@@ -177,7 +180,8 @@ class Admission:
 def check_fits(request: GenerationRequest, limits: ModelLimits) -> None:
     """Raise InvalidRequest when no decode node could ever hold prompt and output, or so many sequences at once."""
     if request.num_running > limits.max_sequences:
-        raise InvalidRequest(f"no decode node runs more than {limits.max_sequences} sequences at once", param="n")
+        param = "n" if request.num_running == request.num_sequences else "best_of"
+        raise InvalidRequest(f"no decode node runs more than {limits.max_sequences} sequences at once", param=param)
     total = len(request.prompt_token_ids) + request.sampling.max_tokens
     if total > limits.max_model_len:
         raise InvalidRequest(

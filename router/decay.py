@@ -28,8 +28,9 @@ class DecayingSum:
 class RateEstimate:
     """Events per second of late, right from the first event on (a plain decaying sum starts too low)."""
 
-    def __init__(self, half_life_s: float) -> None:
+    def __init__(self, half_life_s: float, least_s: float = 0.0) -> None:
         self._half_life_s = half_life_s
+        self._least_s = least_s
         self._events = DecayingSum(half_life_s)
         self._first_at: float | None = None
 
@@ -40,8 +41,8 @@ class RateEstimate:
         self._events.add(count, now)
 
     def per_second(self, now: float) -> float | None:
-        """None until two moments with an event between them are known."""
-        if self._first_at is None or now <= self._first_at:
+        """None until two moments with an event between them are known, more than `least_s` apart."""
+        if self._first_at is None or now <= self._first_at + self._least_s:
             return None
         time_constant_s = self._half_life_s / math.log(2.0)
         weight = time_constant_s * -math.expm1(-(now - self._first_at) / time_constant_s)

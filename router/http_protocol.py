@@ -101,7 +101,8 @@ class RouterHttpProtocol(HttpToolsProtocol):
             self.send_400_response("")
 
     def _asks_for_upgrade(self) -> bool:
-        return self.parser.should_upgrade() and any(name == b"upgrade" for name, _ in self.headers)
+        is_wish = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+        return is_wish and any(name == b"upgrade" for name, _ in self.headers)
 
     def _head_without_upgrade(self) -> bytes:
         version = self.parser.get_http_version().encode()
@@ -123,7 +124,7 @@ class RouterHttpProtocol(HttpToolsProtocol):
             raise _HeadersTooLarge
         if self._asks_for_upgrade():
             return
-        self._is_in_head, self._is_in_body = False, True
+        self._is_in_head, self._is_in_body, self._has_moved = False, True, True
         self._head_bytes = 0
         super().on_headers_complete()
 

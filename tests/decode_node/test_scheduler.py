@@ -400,6 +400,25 @@ class TestPreemption:
         queue.end(first)
         assert_idle(queue, pool)
 
+    def test_one_that_cannot_go_on_does_not_keep_its_blocks_from_who_waits_before_it(self) -> None:
+        queue, pool = scheduler(8)
+        early, late = sequence(12, first=90), sequence(16, first=50)
+        start(queue, late)
+        step(queue)
+        stuck = pool.allocate(4)
+        pool.quarantine(stuck)  # Nobody knows for how long.
+        queue.add(early)
+        queue.admit()
+        assert not early.is_running
+        step(queue)
+        assert not late.is_running
+        queue.admit()
+        assert step(queue)[early] == (0, 12)
+        for each in (early, late):
+            queue.end(each)
+        pool.end_quarantine(stuck)
+        assert_idle(queue, pool)
+
     def test_one_that_cannot_go_on_makes_way_for_a_hand_off_before_it(self) -> None:
         queue, pool = scheduler(8)
         early, late = sequence(23), sequence(6, first=50)

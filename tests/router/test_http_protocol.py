@@ -172,6 +172,14 @@ async def test_wish_for_another_protocol_is_passed_over(wish: bytes) -> None:
         writer.close()
 
 
+async def test_connect_with_a_wish_is_answered_and_the_server_goes_on() -> None:
+    async with serving() as server:
+        reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
+        writer.write(b"CONNECT / HTTP/1.1\r\nHost: x\r\nUpgrade: h2c\r\n\r\n")
+        assert (await asyncio.wait_for(reader.readline(), 5)).startswith(b"HTTP/1.1 4")
+        writer.close()
+
+
 async def _answer(reader: asyncio.StreamReader) -> bytes:
     head = (await reader.readuntil(b"\r\n\r\n")).lower()
     assert head.startswith(b"http/1.1 200")
