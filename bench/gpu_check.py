@@ -73,7 +73,8 @@ def work(tasks: Sequence[Task], limit_s: float, output: IO[str]) -> None:
     _write(output, {"planned": [task.name for task in tasks]})
     for task in tasks:
         is_late = time.monotonic() - begun_s > limit_s * LAST_BEGIN
-        _write(output, {"check": asdict(row(task, CUT, "no time was left to begin it") if is_late else perform(task))})
+        check = row(task.part, task.name, CUT, "no time was left to begin it") if is_late else perform(task)
+        _write(output, {"check": asdict(check)})
 
 
 def _write(output: IO[str], line: dict[str, Any]) -> None:
@@ -138,9 +139,9 @@ def run_apart(
     left = planned[done:] if planned else ["start"]
     for place, name in enumerate(left):
         result, detail = (FAILED, reason) if place == 0 else (CUT, "the check before did not end")
-        take(row(_named(part, name), result, detail))
+        take(row(part, name, result, detail))
     if not left and status != 0 and not was_stopped.is_set():
-        take(row(_named(part, "end"), FAILED, reason))
+        take(row(part, "end", FAILED, reason))
 
 
 def _told(line: str) -> dict[str, Any]:
@@ -150,13 +151,6 @@ def _told(line: str) -> dict[str, Any]:
         if isinstance(told, dict):
             return told
     return {}
-
-
-def _named(part: str, name: str) -> Task:
-    def never() -> Any:
-        raise AssertionError("a task that stands for a row is not performed")
-
-    return Task(part, name, never)
 
 
 def _kill_group(process: subprocess.Popen[str]) -> None:

@@ -66,19 +66,19 @@ def perform(task: Task) -> Check:
     try:
         found = task.run()
     except NotRun as error:
-        return row(task, NOT_RUN, str(error))
+        return row(task.part, task.name, NOT_RUN, str(error))
     except torch.OutOfMemoryError as error:
-        return row(task, NOT_RUN, f"too little memory: {error}")
+        return row(task.part, task.name, NOT_RUN, f"too little memory: {error}")
     except AssertionError as error:
-        return row(task, WRONG, str(error))
+        return row(task.part, task.name, WRONG, str(error))
     except Exception as error:
-        return row(task, FAILED, f"{type(error).__name__}: {error}")
+        return row(task.part, task.name, FAILED, f"{type(error).__name__}: {error}")
     return Check(found.result, found.share, found.beside_torch, found.detail, task.part, task.name)
 
 
-def row(task: Task, result: str, detail: str) -> Check:
+def row(part: str, name: str, result: str, detail: str) -> Check:
     """A row without a measure."""
-    return Check(result, detail=" ".join(detail.split())[:300], part=task.part, name=task.name)
+    return Check(result, detail=" ".join(detail.split())[:300], part=part, name=name)
 
 
 def exit_status(checks: Sequence[Check]) -> int:
