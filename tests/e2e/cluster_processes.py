@@ -84,12 +84,17 @@ class Member:
         self.process.kill()
         self.process.wait()
 
-    def stop(self, timeout_s: float = 15.0) -> int:
-        """SIGTERM, and the exit code."""
+    def terminate(self) -> None:
+        """SIGTERM, even if it was stopped."""
         assert self.process is not None
         if self.process.poll() is None:
             self.signal(signal.SIGCONT)
             self.process.terminate()
+
+    def stop(self, timeout_s: float = 15.0) -> int:
+        """SIGTERM, and the exit code."""
+        self.terminate()
+        assert self.process is not None
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -271,8 +276,12 @@ class ClusterProcesses:
     def stop(self) -> None:
         """SIGTERM to all, routers first; fails when one hangs or leaves with an error of its own."""
         try:
-            for member in sorted(self.members.values(), key=lambda member: not member.name.startswith("router")):
-                if member.process is not None:
+            started = [member for member in self.members.values() if member.process is not None]
+            for is_router in (True, False):
+                members = [member for member in started if member.name.startswith("router") == is_router]
+                for member in members:
+                    member.terminate()
+                for member in members:
                     member.stop()
         finally:
             for member in self.members.values():
