@@ -18,8 +18,11 @@ KERNELS = {
     "silu_mul_kernel", "rotary_kernel", "rough_kernel", "draw_kernel",
 }  # fmt: skip
 
-ATTENTION = ["x 64,", "x 80,", "x 96,", "x 256,", "x 512,", "bfloat16", "float16", "float32", "window cap sinks"]
-"""What the cases of attention must have in them, whatever they are."""
+EVERYWHERE = ["x 64,", "x 96,", "bfloat16", "float32", "window cap sinks"]
+"""What the cases of attention must have in them for every GPU."""
+
+WHERE_LEAST_FITS = ["x 80,", "x 256,", "x 512,", " float16"]
+"""And for the GPU with the least shared memory."""
 
 
 @pytest.mark.timeout(600)
@@ -39,7 +42,7 @@ def test_every_kernel_compiles_within_the_limits_of_every_gpu(tmp_path: Path) ->
         assert {row["kernel"] for row in own} == KERNELS
         for kernel in ("prefill_kernel", "decode_kernel"):
             cases = [row["case"] for row in own if row["kernel"] == kernel]
-            for shape in ATTENTION:
+            for shape in EVERYWHERE + (WHERE_LEAST_FITS if capability == 80 else []):
                 assert any(shape in case for case in cases), (kernel, shape)
         for row in own:
             assert row["spill_bytes"] <= MOST_SPILLED_BYTES, row
